@@ -1,0 +1,41 @@
+"""Every error etl raises on purpose, and the exit code each one ends a command with.
+
+    EtlError                     1  something to look at
+    ├── UsageError               2  wrong usage, configuration, input or output: nothing was written
+    ├── LeaseLost                1  another run took the output over
+    └── RowError                 -  one row is rejected; the run goes on
+
+All take positional arguments only, so that they survive pickling between processes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EtlError(Exception):
+    """The run ended with something to look at. The message is one line: where, what was seen, what to do."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(EtlError):
+    """Wrong usage, configuration, input or output, found before anything is written."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class LeaseLost(EtlError):
+    """Another run has taken the output over; this one stops and leaves what it wrote."""
+
+
+class RowError(EtlError):
+    """One row cannot become an example: `reason` is one of `records.REASONS`, `detail` says what was seen."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"

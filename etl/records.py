@@ -1,0 +1,220 @@
+"""The values that flow between the stages: frozen, slotted, and unable to exist in a wrong state.
+
+    ObjectInfo ─plan→ Partition ─read→ Line ─parse→ Conversation ─render→ Rendered ─encode→ Encoded ─mask→ Example
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Span: TypeAlias = tuple[int, int]
+Message: TypeAlias = dict[str, Any]
+
+REASONS: Final = (
+    "json",
+    "encoding",
+    "decompress",
+    "too_large",
+    "shape",
+    "role",
+    "part",
+    "template",
+    "mask",
+    "control_tokens",
+    "truncated",
+    "truncated_reasoning",
+    "tokenizer",
+    "no_loss_tokens",
+    "over_length",
+)
+"""Why a row can be rejected, in the order in which the stages find out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One listed input object: `url` as listed (without endpoint; a local one absolute), `size` in bytes."""
+
+    url: str
+    size: int
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRange:
+    """The bytes [start, end) of one object; the range owns the lines that start in it.
+
+    `end` is the object's size where the object is read whole; `whole` is False for a cut of a larger object.
+    """
+
+    url: str
+    etag: str
+    start: int
+    end: int
+    size: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether the range is the entire object, which is then also the only case that may be compressed."""
+        return self.start == 0 and self.end == self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """What one Dask task reads: whole objects, or one range of a large one. `stem` names its part and receipt."""
+
+    index: int
+    identity: str
+    ranges: tuple[ObjectRange, ...]
+
+    @property
+    def stem(self) -> str:
+        """`part-0000012-0123456789ab`."""
+        return f"part-{self.index:07d}-{self.identity}"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to read, as stored."""
+        return sum(r.end - r.start for r in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line without its `\\n`: `offset` is its first byte's place in the decompressed object."""
+
+    source: str
+    offset: int
+    raw: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A row that did not become an example, with enough to find and mend it.
+
+    `size` is the line's length in bytes as read; `raw` may have been cut by the reader (`too_large`, `decompress`).
+    """
+
+    source: str
+    offset: int
+    size: int
+    choice: int
+    turn: int
+    reason: str
+    detail: str
+    raw: bytes
+
+    def __post_init__(self) -> None:
+        if self.reason not in REASONS:
+            raise ValueError(f"unknown reject reason {self.reason!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What parsing must know of a chat template, learned by probing it.
+
+    `reasoning_field`: the message field that the template renders as reasoning (`reasoning_content`, `reasoning`,
+    `thinking`), or None where it reads none. `opens_thinking`: whether the generation prompt ends inside an open
+    `<think>` under the given template arguments.
+    """
+
+    reasoning_field: str | None
+    opens_thinking: Callable[[Mapping[str, Any]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One candidate row: messages as the template gets them, and which of them may be trained.
+
+    `trained`: indices of the assistant messages that may be trained, ascending. `cut`: indices of those that the
+    length limit cut (`finish_reason` `length`). `completion_tokens`: as recorded by the generator, for the drift.
+    `kept`: the values of `--keep`. `text` holds a row of the `text` shape; `token_ids` one that came tokenized, as
+    (prompt ids, generated ids): such rows have no messages.
+    """
+
+    row_id: str
+    source: str
+    source_offset: int
+    choice: int
+    turn: int
+    messages: tuple[Message, ...] = ()
+    trained: tuple[int, ...] = ()
+    cut: frozenset[int] = frozenset()
+    tools: list[Any] | None = None
+    documents: list[Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    completion_tokens: int | None = None
+    kept: tuple[str | None, ...] = ()
+    shape: str = "messages"
+    text: str | None = None
+    token_ids: tuple[list[int], list[int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The chat as one string and the stretches of it that are trained.
+
+    `spans`: half-open character ranges, ascending and disjoint. `cuts`: character positions at which generated text
+    ends and the template's begins: a token that straddles one is not trained. `literal`: character ranges of control
+    tokens typed by a message that must be encoded as plain text (`--control-tokens literal`). `counts`: what the
+    receipt adds up (`control_token_rows`, `dropped_reasoning_turns`, `empty_think_blocks`, `truncated_rows`).
+    `last_turn`: the last trained turn's range less what the generation prompt supplies, for the drift.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    cuts: tuple[int, ...] = ()
+    literal: tuple[Span, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    last_turn: Span | None = None
+
+    def __post_init__(self) -> None:
+        at = 0
+        for start, end in self.spans:
+            if not at <= start < end <= len(self.text):
+                raise ValueError(f"spans {self.spans} are not ascending ranges of {len(self.text)} characters")
+            at = end
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A batch of token ids: row i owns `ids[splits[i]:splits[i + 1]]`.
+
+    `ids` int32 [n], `mask` int8 [n] of 0 and 1, `splits` int64 [rows + 1]. `mismatched` counts rows on which the two
+    engines differed, `verified` those that both encoded.
+    """
+
+    ids: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.int8]
+    splits: npt.NDArray[np.int64]
+    verified: int = 0
+    mismatched: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.mask) or self.splits[-1] != len(self.ids):
+            raise ValueError(f"{len(self.ids)} ids, {len(self.mask)} mask values, rows end at {self.splits[-1]}")
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in the batch."""
+        return len(self.splits) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """All that a worker needs of a tokenizer; loaded once on the client, shipped once to each worker.
+
+    `backend_json`: `tokenizer.backend_tokenizer.to_str()`, the truth. `special_tokens`: the named ones as the chat
+    template sees them (`bos_token`, `eos_token`, …). `chat_template` is None where the tokenizer has none.
+    `revision`: the hub's commit, or None for a folder or a built-in one.
+    """
+
+    name: str
+    revision: str | None
+    backend_json: str
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    sha256: str

@@ -1,6 +1,6 @@
 """The values that flow between the stages: frozen, slotted, and unable to exist in a wrong state.
 
-    ObjectInfo ─plan→ Partition ─read→ Line ─parse→ Conversation ─render→ Rendered ─encode→ Encoded ─mask→ Example
+ObjectInfo ─plan→ Partition ─read→ Line ─parse→ Conversation ─render→ Rendered ─encode→ Encoded ─mask→ Example
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line without its `\\n`: `offset` is its first byte's place in the decompressed object."""
+    """One line without its line feed: `offset` is its first byte's place in the decompressed object."""
 
     source: str
     offset: int

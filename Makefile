@@ -1,0 +1,55 @@
+# One door for people and for CI. Every target does its own set-up, once; `make run` and `make test` are all one needs.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
+  $(name) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+MATERIAL := .cache/material/complete
+
+.PHONY: help run test test-long check bench clean setup
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+run: $(BIN)/installed ## make the environment, then run the whole job on an embedded S3 server with the bundled sample
+	$(BIN)/python -m etl demo
+
+test: setup ## make the environment, then run the tests
+	$(BIN)/python -m pytest
+
+test-long: setup ## the tests marked long
+	$(BIN)/python -m pytest -m long
+
+check: $(BIN)/installed-dev ## lint, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict etl tests
+
+bench: setup ## rows/s, tokens/s and memory, beside the old recipe
+	$(BIN)/python -m tests.bench
+
+clean: ## remove everything that was made here
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The packages and the test material come at the same time.
+setup: $(BIN)/python
+	@$(MAKE) -j2 --output-sync=target $(BIN)/installed-dev $(MATERIAL)
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "etl needs Python 3.11 or newer with venv (Debian: apt-get install python3-venv);" \
+	  "name one with make PYTHON=/path/to/python3" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+
+$(BIN)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[demo]'
+	@touch $@
+
+$(BIN)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[demo,dev]'
+	@touch $(BIN)/installed $@
+
+$(MATERIAL): tests/material.py | $(BIN)/python
+	$(BIN)/python tests/material.py

@@ -96,6 +96,7 @@ class Reject:
     """A row that did not become an example, with enough to find and mend it.
 
     `size` is the line's length in bytes as read; `raw` may have been cut by the reader (`too_large`, `decompress`).
+    `number` is the line's, as in `Line`.
     """
 
     source: str
@@ -106,6 +107,7 @@ class Reject:
     reason: str
     detail: str
     raw: bytes
+    number: int = 0
 
     def __post_init__(self) -> None:
         if self.reason not in REASONS:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from etl.records import TokenizerSpec
 from tests.material import MATERIAL
 
 _OTHERS = ("AWS_", "BOTO", "DASK_", "ETL_", "FSSPEC_", "HF_", "HUGGINGFACE_", "S3FS_", "TOKENIZERS_", "TRANSFORMERS_")
@@ -54,6 +55,14 @@ def material() -> Path:
     if not (MATERIAL / "complete").exists():
         pytest.fail(f"{MATERIAL} is not complete: `make test` fetches it", pytrace=False)
     return MATERIAL
+
+
+@pytest.fixture(scope="session")
+def qwen36() -> TokenizerSpec:
+    """`builtin:qwen3.6`, made once: the 248,077 tokens and the chat template of the model of the born-for job."""
+    from etl.builtin import builtin_spec
+
+    return builtin_spec("builtin:qwen3.6")
 
 
 @pytest.fixture(scope="session")

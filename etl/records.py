@@ -132,7 +132,8 @@ class Conversation:
     """One candidate row: messages as the template gets them, and which of them may be trained.
 
     `trained`: indices of the assistant messages that may be trained, ascending. `cut`: indices of those that the
-    length limit cut (`finish_reason` `length`). `completion_tokens`: as recorded by the generator, for the drift.
+    length limit cut (`finish_reason` `length`); `closed`: those of `cut` whose reasoning the generated text itself had
+    closed with an inline `</think>`, which is then generated text. `completion_tokens`: as recorded by the generator, for the drift.
     `kept`: the values of `--keep`. `text` holds a row of the `text` shape; `token_ids` one that came tokenized, as
     (prompt ids, generated ids): such rows have no messages.
     """
@@ -153,6 +154,7 @@ class Conversation:
     shape: str = "messages"
     text: str | None = None
     token_ids: tuple[list[int], list[int]] | None = None
+    closed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

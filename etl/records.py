@@ -84,11 +84,15 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line without its line feed: `offset` is its first byte's place in the decompressed object."""
+    """One line without its line feed: `offset` is its first byte's place in the decompressed object.
+
+    `number` counts the lines of its object from 1 on, as far as the reader knows them: from the start of its range.
+    """
 
     source: str
     offset: int
     raw: bytes
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,321 @@
+"""A row of JSON -> Drafts: which of the known shapes it has, and its candidate rows, nothing normalised yet.
+
+The most specific shape wins, in the order of `SHAPES`. A shape is told by its own fields alone; once told, a fault
+in them rejects the candidate and never falls through to a shape that would read the same row as something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from etl.errors import RowError
+from etl.jsonline import spelled_value
+from etl.messages import kind
+
+Row: TypeAlias = Mapping[str, Any]
+
+_ALIASES: Final = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+_IDS_END: Final = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One candidate row as its shape holds it.
+
+    `messages` as the row spells them; the first `context` of them stand inside `prompt` and are never trained.
+    `request` holds `tools` and template arguments where the row itself does not. `generated` tells whether
+    `completion_tokens` and `finish_reason` were read off the row or the choice.
+    """
+
+    shape: str
+    messages: list[Any] = field(default_factory=list)
+    context: int = 0
+    request: Row = field(default_factory=dict)
+    finish_reason: Any = None
+    completion_tokens: int | None = None
+    text: str | None = None
+    token_ids: tuple[list[int], list[int]] | None = None
+
+
+def read_shape(row: Row, shape: str, role_map: Mapping[str, str]) -> list[Draft | RowError]:
+    """The row's candidates, in order; a faulty choice is its own RowError. Raises RowError `shape`.
+
+    `shape` is `auto`, or the one shape to read the row as.
+    """
+    if shape != "auto":
+        return SHAPES[shape][1](row, role_map)
+    for matches, read in SHAPES.values():
+        if matches(row):
+            return read(row, role_map)
+    raise RowError("shape", _unknown(row))
+
+
+def look_up(value: Any, path: str) -> Any:
+    """The value under a key, or under a dotted path through objects and lists (`body.messages`, `choices.0`)."""
+    if isinstance(value, Mapping) and path in value:
+        return value[path]
+    for step in path.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return None
+    return value
+
+
+def point_elsewhere(row: Row, fields: Mapping[str, str]) -> Row:
+    """The row with each field of `--field` read from its path; one that is not there is absent."""
+    found = {name: look_up(row, path) for name, path in fields.items()}
+    return {**{key: value for key, value in row.items() if key not in found}, **found}
+
+
+# --- tokenized ------------------------------------------------------------------------------------------------------
+
+
+def _is_tokenized(row: Row) -> bool:
+    return isinstance(row.get("prompt_token_ids"), list) and isinstance(row.get("token_ids"), list)
+
+
+def _read_tokenized(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
+    prompt = _token_ids(row.get("prompt_token_ids") or [], "prompt_token_ids")
+    generated = _token_ids(row.get("token_ids"), "token_ids")
+    return [Draft("tokenized", token_ids=(prompt, generated), completion_tokens=_usage(row, row))]
+
+
+def _token_ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise RowError("shape", f"{name} is not a list of integers")
+    if value and not (min(value) >= 0 and max(value) < _IDS_END):
+        raise RowError("shape", f"{name} holds an id outside 0 … 2^31 - 1")
+    return value
+
+
+# --- batch output and choices ---------------------------------------------------------------------------------------
+
+
+def _is_batch(row: Row) -> bool:
+    return isinstance(row.get("response"), Mapping)
+
+
+def _read_batch(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
+    response = row.get("response")
+    if not isinstance(response, Mapping):
+        raise RowError("shape", f"response is {kind(response)}, not an object")
+    body = response.get("body")
+    body = body if isinstance(body, Mapping) else response
+    if not isinstance(body.get("choices"), list):
+        status = response.get("status_code")
+        said = "" if status is None else f" (status_code {status!r})"
+        raise RowError("shape", f"response holds no choices{said}")
+    return _read_answers("batch", row, body)
+
+
+def _is_choices(row: Row) -> bool:
+    choices = row.get("choices")
+    # a list of plain strings or numbers is a multiple-choice question, not what a model generated
+    return isinstance(choices, list) and not (choices and all(isinstance(c, str | int | float) for c in choices))
+
+
+def _read_choices(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
+    return _read_answers("choices", row, row)
+
+
+def _read_answers(shape: str, row: Row, body: Row) -> list[Draft | RowError]:
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise RowError("shape", f"choices is {'empty' if choices == [] else kind(choices)}: nothing was generated")
+    request, messages, context = _request(row)
+    drafts: list[Draft | RowError] = []
+    for i, choice in enumerate(choices):
+        answer = _answer(choice)
+        if answer is None:
+            drafts.append(RowError("shape", f"choices[{i}] holds no message"))
+            continue
+        reason = choice.get("finish_reason")
+        drafts.append(
+            Draft(
+                shape,
+                [*messages, answer],
+                context,
+                request,
+                finish_reason=row.get("finish_reason") if reason is None else reason,
+                completion_tokens=_usage(body if len(choices) == 1 else {}, choice),
+            )
+        )
+    return drafts
+
+
+def _answer(choice: Any) -> dict[str, Any] | None:
+    if not isinstance(choice, Mapping):
+        return None
+    message = choice.get("message")
+    if isinstance(message, Mapping):
+        return {**message, "role": "assistant"} if message.get("role") is None else dict(message)
+    text = choice.get("text")
+    return {"role": "assistant", "content": text} if isinstance(text, str) else None
+
+
+def _request(row: Row) -> tuple[Row, list[Any], int]:
+    """Where the request's fields are, its messages, and how many of those are context."""
+    request, body = row.get("request"), row.get("body")
+    nested = request.get("body") if isinstance(request, Mapping) else None
+    for holder in (row, request, body, nested):
+        if isinstance(holder, Mapping) and isinstance(holder.get("messages"), list) and holder["messages"]:
+            return holder, holder["messages"], 0
+    if isinstance(row.get("prompt"), str | list):
+        messages = _as_messages(row["prompt"], "user", "prompt")
+        return row, messages, len(messages)
+    raise RowError("shape", "choices without the messages that they answer (messages, request.messages, body.messages)")
+
+
+# --- prompt + completion --------------------------------------------------------------------------------------------
+
+
+def _completion(row: Row) -> tuple[str, Any]:
+    name = "completion" if row.get("completion") is not None else "response"
+    return name, row.get(name)
+
+
+def _is_prompt(row: Row) -> bool:
+    return isinstance(row.get("prompt"), str | list) and isinstance(_completion(row)[1], str | list)
+
+
+def _read_prompt(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
+    prompt = _as_messages(row.get("prompt"), "user", "prompt")
+    name, answer = _completion(row)
+    completion = _as_messages(answer, "assistant", name)
+    return [_whole("prompt", row, [*prompt, *completion], len(prompt))]
+
+
+def _as_messages(value: Any, role: str, name: str) -> list[Any]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise RowError("shape", f"{name} is {kind(value)}, neither text nor a list of messages")
+    return value
+
+
+# --- messages, conversations, Alpaca, text --------------------------------------------------------------------------
+
+
+def _is_messages(row: Row) -> bool:
+    return bool(row.get("messages")) and isinstance(row["messages"], list)
+
+
+def _read_messages(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
+    return [_whole("messages", row, _full_list(row, "messages"))]
+
+
+def _is_conversations(row: Row) -> bool:
+    return bool(row.get("conversations")) and isinstance(row["conversations"], list)
+
+
+def _read_conversations(row: Row, role_map: Mapping[str, str]) -> list[Draft | RowError]:
+    turns = [_from_value(turn, role_map) for turn in _full_list(row, "conversations")]
+    return [_whole("conversations", row, [*_system(row), *turns])]
+
+
+def _from_value(turn: Any, role_map: Mapping[str, str]) -> Any:
+    """A from/value turn in role/content; role/content passes, and what is neither is left to be rejected."""
+    if not isinstance(turn, Mapping) or "from" not in turn:
+        return turn
+    speaker, value = turn["from"], turn.get("value")
+    message = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    known = isinstance(speaker, str) and speaker not in role_map
+    message["role"] = _ALIASES.get(speaker, speaker) if known else speaker
+    calls = _spelled_calls(value) if speaker == "function_call" else None
+    if calls is None:
+        return {**message, "content": value}
+    return {**message, "content": "", "tool_calls": calls}
+
+
+def _spelled_calls(value: Any) -> list[Any] | None:
+    """The calls of a `function_call` turn: an object or a list of them; None where it spells neither."""
+    value = spelled_value(value) if isinstance(value, str) else value
+    calls = value if isinstance(value, list) else [value]
+    return calls if calls and all(isinstance(call, Mapping) and "name" in call for call in calls) else None
+
+
+def _is_alpaca(row: Row) -> bool:
+    return isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str)
+
+
+def _read_alpaca(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
+    if not _is_alpaca(row):
+        raise RowError("shape", "instruction and output are not both strings")
+    given = row.get("input")
+    more = f"\n\n{given}" if isinstance(given, str) and given.strip() else ""
+    user = {"role": "user", "content": row["instruction"] + more}
+    return [_whole("alpaca", row, [*_system(row), user, {"role": "assistant", "content": row["output"]}])]
+
+
+def _is_text(row: Row) -> bool:
+    return isinstance(row.get("text"), str)
+
+
+def _read_text(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
+    if not _is_text(row):
+        raise RowError("shape", f"text is {kind(row.get('text'))}, not a string")
+    return [Draft("text", text=row["text"])]
+
+
+SHAPES: Final[
+    Mapping[str, tuple[Callable[[Row], bool], Callable[[Row, Mapping[str, str]], list[Draft | RowError]]]]
+] = {
+    "tokenized": (_is_tokenized, _read_tokenized),
+    "batch": (_is_batch, _read_batch),
+    "choices": (_is_choices, _read_choices),
+    "prompt": (_is_prompt, _read_prompt),
+    "messages": (_is_messages, _read_messages),
+    "conversations": (_is_conversations, _read_conversations),
+    "alpaca": (_is_alpaca, _read_alpaca),
+    "text": (_is_text, _read_text),
+}
+"""How each shape is told and how it is read, the most specific first."""
+
+
+def _whole(shape: str, row: Row, messages: list[Any], context: int = 0) -> Draft:
+    return Draft(shape, messages, context, row, row.get("finish_reason"), _usage(row, row))
+
+
+def _full_list(row: Row, name: str) -> list[Any]:
+    value = row.get(name)
+    if not isinstance(value, list) or not value:
+        raise RowError("shape", f"{name} is {'empty' if value == [] else kind(value)}, not a list of messages")
+    return value
+
+
+def _system(row: Row) -> list[Any]:
+    system = row.get("system")
+    return [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+
+
+def _usage(row: Row, ids_holder: Row) -> int | None:
+    usage = row.get("usage")
+    recorded = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+    if type(recorded) is int and recorded >= 0:
+        return recorded
+    ids = ids_holder.get("token_ids")
+    return len(ids) if isinstance(ids, list) else None
+
+
+def _unknown(row: Row) -> str:
+    empty = [name for name in ("messages", "conversations") if row.get(name) == []]
+    if empty:
+        return f"{empty[0]} is empty"
+    keys = ", ".join(sorted(map(str, row))[:12])
+    return f"no known shape in the keys {keys[:200]}" if keys else "an empty object"

@@ -3,6 +3,9 @@
     EtlError                     1  something to look at
     ├── UsageError               2  wrong usage, configuration, input or output: nothing was written
     ├── LeaseLost                1  another run took the output over
+    ├── StorageError             1  a read, write or listing failed for good
+    │   ├── ObjectChanged        1  an object is not what was planned
+    │   └── WriteConflict        1  a conditional write found another state than it required
     └── RowError                 -  one row is rejected; the run goes on
 
 All take positional arguments only, so that they survive pickling between processes.
@@ -27,6 +30,18 @@ class UsageError(EtlError):
 
 class LeaseLost(EtlError):
     """Another run has taken the output over; this one stops and leaves what it wrote."""
+
+
+class StorageError(EtlError):
+    """A read, write or listing failed for good; the message holds no secret."""
+
+
+class ObjectChanged(StorageError):
+    """An object was replaced, cut or deleted after it was listed; what was planned cannot be read any more."""
+
+
+class WriteConflict(StorageError):
+    """A conditional write found another state than the one it required; nothing was written."""
 
 
 class RowError(EtlError):

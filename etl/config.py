@@ -168,6 +168,11 @@ class RunConfig:
         return (self.input,) if isinstance(self.input, str) else tuple(self.input)
 
     @property
+    def keep_fields(self) -> tuple[str, ...]:
+        """`keep` as a tuple."""
+        return tuple(self.keep)
+
+    @property
     def partition_size(self) -> int:
         """`partition_bytes` in bytes."""
         return parse_size(self.partition_bytes, "partition_bytes")

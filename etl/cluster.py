@@ -1,0 +1,323 @@
+"""Partitions -> one fused Dask task and one future each: the graph and the cluster, and the only file with Dask in it.
+
+    dd.from_map(read) ─map_partitions(tokenize)→ to_parquet(PartEngine) ─optimize→ read-tokenize-…, one key a partition
+
+Tasks carry a `Partition` and the name of the worker's kit, nothing else: no contents, tokenizer or credential.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+import psutil
+import pyarrow as pa
+from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
+from distributed import Client, LocalCluster, WorkerPlugin, as_completed, get_worker, performance_report
+from distributed.metrics import context_meter
+from distributed.security import Security
+from distributed.utils import get_mp_context
+
+from etl import ledger
+from etl.config import RunConfig
+from etl.errors import EtlError, UsageError
+from etl.lines import Batch
+from etl.pipeline import Kit, Outcome, build_kit, transform
+from etl.records import Partition, TokenizerSpec
+from etl.schema import empty_frame, output_schema
+
+RETRIES: Final = 3
+"""Tries again of a failed task, beyond those that the storage client makes of a failed request."""
+
+NATIVE_THREADS: Final = {
+    "RAYON_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "AWS_EC2_METADATA_DISABLED": os.environ.get("AWS_EC2_METADATA_DISABLED", "false"),
+}
+
+SETTINGS: Final = {
+    "dataframe.convert-string": False,
+    "distributed.worker.multiprocessing-method": "forkserver",
+    # With the defaults 128 idle workers eat two cores; with these a quarter of one.
+    "distributed.worker.profile.interval": "100ms",
+    "distributed.worker.profile.cycle": "10s",
+    "distributed.admin.tick.interval": "500ms",
+    "distributed.admin.tick.limit": "60s",
+    "distributed.worker.memory.monitor-interval": "2s",
+    "distributed.admin.system-monitor.interval": "5s",
+    "distributed.admin.system-monitor.disk": False,
+    "distributed.admin.system-monitor.gil.enabled": False,
+    "distributed.comm.timeouts.connect": "120s",
+    "distributed.comm.timeouts.tcp": "120s",
+    "distributed.logging": {"distributed": "error", "bokeh": "error", "tornado": "error"},
+    "distributed.nanny.pre-spawn-environ": NATIVE_THREADS,
+}
+
+PRELOAD: Final = ("etl.pipeline", "dask.dataframe", "distributed.nanny", "distributed.worker", "s3fs")
+
+
+# --- inside a worker ---------------------------------------------------------------------------------------------
+
+
+class KitPlugin(WorkerPlugin):
+    """Builds the template and the encoder once in each worker; tasks find them by `name`."""
+
+    idempotent = True
+
+    def __init__(self, name: str, spec: TokenizerSpec, config: RunConfig) -> None:
+        self.name = name
+        self.spec = spec
+        self.config = config
+        self.kit: Kit | None = None
+
+    def setup(self, worker: object) -> None:
+        """Build the kit, with one native thread a worker."""
+        del worker
+        pa.set_cpu_count(1)
+        self.kit = build_kit(self.spec, self.config)
+
+
+class StageClock:
+    """Seconds by stage: into the dashboard's Fine Performance Metrics, and summed for the receipt."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Count the time spent inside as `stage`."""
+        start = time.perf_counter()
+        with context_meter.meter(stage):
+            yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+class OpenPartition:
+    """A partition whose objects are being fetched: what `read` hands to `tokenize` in a frame of one cell.
+
+    Between processes only the partition and the kit's name travel; the fetch starts again where it arrives.
+    """
+
+    def __init__(self, partition: Partition, kit_name: str) -> None:
+        self.partition = partition
+        self.kit_name = kit_name
+        self.kit = _kit(kit_name)
+        self.started = time.perf_counter()
+        self.begun: Iterator[Batch] | None = self.kit.read(partition)
+
+    def batches(self) -> Iterator[Batch]:
+        """The stream whose fetch has begun; a new one on every further call."""
+        begun, self.begun = self.begun, None
+        return begun if begun is not None else self.kit.read(self.partition)
+
+    def __reduce__(self) -> tuple[type, tuple[Partition, str]]:
+        return type(self), (self.partition, self.kit_name)
+
+
+def _kit(name: str) -> Kit:
+    plugin = get_worker().plugins[name]
+    if not isinstance(plugin, KitPlugin) or plugin.kit is None:
+        raise EtlError(f"this worker has no kit {name!r}; was the run started by etl?")
+    return plugin.kit
+
+
+def read(partition: Partition, kit_name: str) -> pd.DataFrame:
+    """Partition -> a frame of one cell holding the stream of its line batches, whose fetch has begun."""
+    return pd.DataFrame({"batches": pd.Series([OpenPartition(partition, kit_name)], dtype=object)})
+
+
+def tokenize(opened: pd.DataFrame) -> pd.DataFrame:
+    """The stream of batches -> a frame in SCHEMA; rejects, counts and stage seconds travel in its `attrs`."""
+    source: OpenPartition = opened["batches"].iloc[0]
+    clock = StageClock()
+    outcome = transform(source.batches, source.kit, clock)
+    frame = outcome.table.to_pandas(types_mapper=pd.ArrowDtype)
+    frame.attrs["etl"] = Carried(source, outcome, clock)
+    return frame
+
+
+class Carried:
+    """What a partition's frame carries beside its rows. pandas copies `attrs` deeply: this must stay itself."""
+
+    def __init__(self, source: OpenPartition, outcome: Outcome, clock: StageClock) -> None:
+        self.source = source
+        self.outcome = outcome
+        self.clock = clock
+
+    def __deepcopy__(self, memo: object) -> Carried:
+        del memo
+        return self
+
+
+class NoFilesystem:
+    """Stands where Dask would build an s3fs on the client and pickle it, credentials included, into the graph."""
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Nothing is cached."""
+
+
+class PartEngine(ArrowDatasetEngine):
+    """Writes a partition as rejects, part, receipt, each one PUT, and returns the receipt.
+
+    The stock engine opens the remote file in a `with`: an exception inside publishes a truncated object.
+    """
+
+    @classmethod
+    def extract_filesystem(cls, urlpath: Any, *_args: Any, **_kwargs: Any) -> Any:
+        """No file system on the client: workers build their own."""
+        return NoFilesystem(), [urlpath], {}, {}
+
+    @classmethod
+    def initialize_write(cls, *_args: Any, **_kwargs: Any) -> Any:
+        """Nothing to prepare: the stock engine would create a missing bucket here."""
+        return 0, None, False, {}
+
+    @classmethod
+    def write_partition(cls, df: pd.DataFrame, *_args: Any, **_kwargs: Any) -> Any:
+        """Rows in SCHEMA with a `Carried` in `attrs` -> the receipt, which is stored as well."""
+        carried: Carried = df.attrs["etl"]
+        source, clock = carried.source, carried.clock
+        table = pa.Table.from_pandas(df, schema=output_schema(source.kit.config.keep_fields), preserve_index=False)
+        return ledger.write_partition(
+            source.kit.storage,
+            source.kit.config,
+            source.kit.fingerprint,
+            source.partition,
+            carried.outcome,
+            table,
+            clock,
+            started=source.started,
+        )
+
+
+# --- on the client -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connect(config: RunConfig) -> Iterator[Client]:
+    """A client of the cluster that `config` names: `--scheduler`, or a LocalCluster of `--workers` processes.
+
+    Raises UsageError where no cluster can be had.
+    """
+    with dask.config.set(SETTINGS), contextlib.ExitStack() as stack:
+        if config.scheduler is not None:
+            client = stack.enter_context(_remote_client(config.scheduler))
+        else:
+            cluster = stack.enter_context(_local_cluster(config))
+            client = stack.enter_context(Client(cluster, timeout=120))
+        if config.profile_report is not None:
+            stack.enter_context(performance_report(filename=config.profile_report, mode="inline"))
+        yield client
+
+
+def _remote_client(url: str) -> Client:
+    try:
+        return Client(url, timeout=10)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--scheduler {url}: no Dask scheduler answers there ({type(error).__name__})") from error
+
+
+def _local_cluster(config: RunConfig) -> LocalCluster:
+    get_mp_context().set_forkserver_preload(list(PRELOAD))
+    workers = worker_count(config)
+    return LocalCluster(
+        n_workers=workers,
+        threads_per_worker=1,
+        processes=True,
+        host="127.0.0.1",
+        dashboard_address=None if config.no_dashboard else _free_address(config.dashboard_address),
+        memory_limit=memory_limit(config, workers),
+        security=Security.temporary() if config.tls else None,
+        silence_logs=40,
+    )
+
+
+def worker_count(config: RunConfig) -> int:
+    """`--workers`, or as many as this process may use cores."""
+    return config.workers or len(os.sched_getaffinity(0))
+
+
+def memory_limit(config: RunConfig, workers: int) -> int:
+    """Bytes a worker may use before Dask restarts it: its share of the machine, but never less than 1 GiB.
+
+    Dask's "auto" is too much on small machines, and an even share of 128 kills workers that are well.
+    """
+    if config.memory_limit is not None:
+        return int(config.memory_limit)
+    return max(2**30, int(psutil.virtual_memory().total * 0.9 / workers))
+
+
+def _free_address(address: str) -> str:
+    """`address`, or its host with a free port where another process holds the one asked for."""
+    host, _, port = address.rpartition(":")
+    host = host or "127.0.0.1"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError:
+            return f"{host}:0"
+        except ValueError as error:
+            raise UsageError(f"--dashboard-address {address!r} is not HOST:PORT") from error
+    return f"{host}:{port}"
+
+
+def ship(client: Client, name: str, spec: TokenizerSpec, config: RunConfig) -> None:
+    """Send the kit `name` once to every worker, those that join later included. Raises EtlError if one fails."""
+    client.register_plugin(KitPlugin(name, spec, config))
+
+
+def part_futures(client: Client, partitions: Sequence[Partition], kit_name: str, config: RunConfig) -> Any:
+    """One future a partition, each resolving to its receipt, from the optimised `to_parquet` expression."""
+    lines = dd.from_map(read, partitions, kit_name=kit_name, meta=pd.DataFrame({"batches": pd.Series([], dtype=object)}))
+    schema = output_schema(config.keep_fields)
+    # A frame without rows would be replaced by the meta, and its counts lost: so no enforcement.
+    rows = lines.map_partitions(tokenize, meta=empty_frame(schema), enforce_metadata=False)
+    with dask.annotate(retries=RETRIES):
+        written = rows.to_parquet(
+            str(config.output), engine=PartEngine, compute=False, write_index=False, write_metadata_file=False
+        )
+    # Only optimize() fuses the three into one task a partition; its frame leaves the barrier out.
+    expression = written.optimize().expr.frame
+    keys = [(expression._name, i) for i in range(len(partitions))]  # noqa: SLF001 - Dask's name for its own keys
+    return client.get(expression.__dask_graph__(), keys, sync=False, retries=RETRIES)
+
+
+def run_partitions(
+    client: Client, partitions: Iterable[Partition], kit_name: str, config: RunConfig
+) -> Iterator[tuple[Partition, dict[str, Any] | Exception]]:
+    """Each partition with its receipt, or with what made it fail, as they finish.
+
+    A sliding window keeps graph and scheduler small; every future is released when it is done, so that a killed
+    worker re-runs nothing that was finished.
+    """
+    waiting = iter(partitions)
+    owner: dict[Any, Partition] = {}
+    done = as_completed(with_results=False)
+    workers = max(2, len(client.scheduler_info(n_workers=-1)["workers"]))
+    window = 3 * workers
+
+    def submit(count: int) -> None:
+        chunk = [p for p, _ in zip(waiting, range(count), strict=False)]
+        if chunk:
+            futures = part_futures(client, chunk, kit_name, config)
+            owner.update(zip((f.key for f in futures), chunk, strict=True))
+            done.update(futures)
+
+    submit(window)
+    while owner:
+        future = next(done)
+        partition = owner.pop(future.key)
+        error = future.exception()
+        yield partition, error if error is not None else future.result()
+        future.release()
+        if len(owner) <= window - workers:
+            submit(window - len(owner))

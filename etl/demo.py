@@ -1,0 +1,112 @@
+"""The bundled sample -> an embedded S3 server -> `etl run` -> a folder that outlives the server."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etl.embedded import start_server
+from etl.errors import UsageError
+from etl.tokenizer import load_named
+
+BUCKET: Final = "demo"
+TOKENIZER: Final = "builtin:qwen3.6"
+COPY: Final = Path("demo-tokens")
+"""Where the output is copied, below the current folder."""
+
+CREDENTIALS: Final = {
+    "AWS_ACCESS_KEY_ID": "demo",
+    "AWS_SECRET_ACCESS_KEY": "demo",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+"""Any will do: the embedded server checks none."""
+
+
+def play(*, keep_running: bool, command: Callable[[list[str]], int], show: Callable[[pa.Table, Any], None]) -> int:
+    """Upload the sample, run the command line on it, copy the output out, show two rows; returns the exit code.
+
+    `command` is the command line's own entry, so that the demo goes the way a user's run goes; `show` prints rows.
+    """
+    began = time.monotonic()
+    with start_server() as endpoint, _environment({**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}):
+        client = _client(endpoint)
+        uploaded = _upload_sample(client)
+        print(f"embedded S3 server at {endpoint}, {uploaded} objects in s3://{BUCKET}/completions/")
+        words = ["run", f"s3://{BUCKET}/completions/", f"s3://{BUCKET}/tokens/", "--tokenizer", TOKENIZER]
+        print(f"$ python -m etl {' '.join(words)}\n")
+        # The sample carries a few bad lines on purpose: under 1 %.
+        exit_code = command([*words, "--workers", "2"])
+        copied = _copy_output(client, COPY)
+        if exit_code == 0:
+            show(pq.read_table(copied[0]).slice(0, 2), load_named(TOKENIZER))
+        print(_farewell(len(copied), time.monotonic() - began))
+        if keep_running:
+            print(f"\nserver stays up at {endpoint} until Ctrl-C (credentials: any)")
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(3600)
+    return exit_code
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ |= values
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _client(endpoint: str) -> Any:
+    try:
+        import boto3  # noqa: PLC0415 - only the demo makes buckets
+    except ImportError as error:
+        raise UsageError("the demo needs its own packages: pip install 'etl[demo]'") from error
+    return boto3.client("s3", endpoint_url=endpoint)
+
+
+def _upload_sample(client: Any) -> int:
+    client.create_bucket(Bucket=BUCKET)
+    sample = importlib.resources.files("etl") / "data" / "sample"
+    names = sorted(entry.name for entry in sample.iterdir() if not entry.name.startswith("."))
+    for name in names:
+        client.put_object(Bucket=BUCKET, Key=f"completions/{name}", Body=(sample / name).read_bytes())
+    return len(names)
+
+
+def _copy_output(client: Any, folder: Path) -> list[Path]:
+    """Everything under tokens/ as files; returns the parts in order."""
+    if folder.exists():
+        if not (folder / "__etl").is_dir():
+            raise UsageError(f"{folder.resolve()} is in the way and not an output of etl; move it, then try again")
+        shutil.rmtree(folder)
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix="tokens/")
+    for key in [entry["Key"] for page in pages for entry in page.get("Contents", [])]:
+        path = folder / key.removeprefix("tokens/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+    return sorted(folder.glob("*.parquet"))
+
+
+def _farewell(parts: int, seconds: float) -> str:
+    return f"""
+output copied to {COPY.resolve()}/ ({parts} parts, __etl/ holds plan, receipts and rejects); all in {seconds:.1f} s
+
+look at it:       python -c "import pandas; print(pandas.read_parquet('{COPY}/', columns=['id', 'n_tokens']))"
+your own bucket:  python -m etl run s3://YOUR-BUCKET/completions/ s3://YOUR-BUCKET/tokens/ --tokenizer Qwen/Qwen3.6-27B
+look before:      python -m etl plan s3://YOUR-BUCKET/completions/ s3://YOUR-BUCKET/tokens/ --tokenizer Qwen/Qwen3.6-27B"""

@@ -1,0 +1,176 @@
+"""OUTPUT/__etl/lease.json: one run at a time writes an output; a dead one is succeeded, a live one respected."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from etl.errors import LeaseLost, StorageError, UsageError, WriteConflict
+from etl.storage import ObjectStat, Storage
+
+RENEW_SECONDS: Final = 15.0
+EXPIRE_SECONDS: Final = 60.0
+"""A lease on another machine that was not renewed for this long, by the store's clock, has no owner."""
+
+_POLL_SECONDS: Final = 2.0
+
+
+class Lease:
+    """This run's hold on an output. `lost` says why it is gone, once another run has taken it."""
+
+    def __init__(self, storage: Storage, url: str, run_id: str) -> None:
+        self._storage = storage
+        self._url = url
+        self._etag: str | None = None
+        self._renewals = 0
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._owner = _owner(run_id)
+        self.conditional = True
+        self.lost: str | None = None
+
+    def acquire(self, *, take_over: bool, say: Callable[[str], None]) -> None:
+        """Become the owner. Raises UsageError where a live run holds the output."""
+        found = self._storage.get_with_stat(self._url)
+        stat = None if found is None else self._turn(*found, take_over=take_over, say=say)
+        self.conditional = self._storage.supports_conditions(self._url.rpartition("/")[0])
+        if not self.conditional:
+            say("the store ignores conditional writes: two runs started in the same second would not see each other")
+        self._write(if_match=stat.etag if stat else None, if_none_match=stat is None)
+        self._thread = threading.Thread(target=self._keep, name="etl-lease", daemon=True)
+        self._thread.start()
+
+    def _turn(self, body: bytes, stat: ObjectStat, *, take_over: bool, say: Callable[[str], None]) -> ObjectStat:
+        holder = _decode(body)
+        if take_over:
+            return stat
+        if not _same_boot(holder):
+            return self._wait_until_stale(holder, stat, say)
+        if _alive(holder):
+            raise UsageError(f"{_describe(holder, self._url)} is at work on this output; wait for it to end")
+        return stat
+
+    def _wait_until_stale(self, holder: dict[str, Any], stat: ObjectStat, say: Callable[[str], None]) -> ObjectStat:
+        left = EXPIRE_SECONDS - (stat.now - stat.modified)
+        if left > 0:
+            say(f"{_describe(holder, self._url)} may be at work on this output; waiting up to {left:.0f} s (--take-over)")
+        while stat.now - stat.modified < EXPIRE_SECONDS:
+            time.sleep(_POLL_SECONDS)
+            now = self._storage.stat(self._url)
+            if now is None:
+                raise UsageError(f"{_describe(holder, self._url)} has just ended; run the same command again")
+            if now.etag != stat.etag:
+                raise UsageError(f"{_describe(holder, self._url)} is at work on this output; wait for it to end")
+            stat = now
+        return stat
+
+    def _write(self, *, if_match: str | None = None, if_none_match: bool = False) -> None:
+        body = json.dumps({**self._owner, "renewals": self._renewals}, sort_keys=True).encode()
+        if not self.conditional:
+            if_match, if_none_match = None, False
+        try:
+            self._etag = self._storage.put(self._url, body, if_match=if_match, if_none_match=if_none_match)
+        except WriteConflict as error:
+            raise UsageError(f"{self._url}: another run began on this output a moment ago; wait for it") from error
+
+    def _keep(self) -> None:
+        while not self._done.wait(RENEW_SECONDS):
+            self._renewals += 1
+            try:
+                self._write(if_match=self._etag)
+            except UsageError:
+                self.lost = self._whose()
+            except StorageError:
+                continue  # a store that is away for a moment: the next renewal comes in time
+            if self.lost is not None:
+                return
+
+    def _whose(self) -> str:
+        found = self._storage.get(self._url)
+        return f"{_describe(_decode(found or b''), self._url)} has taken this output over"
+
+    def check(self) -> None:
+        """Raise LeaseLost where another run has taken the output over."""
+        if self.lost is not None:
+            raise LeaseLost(f"{self.lost}; this run stops, what it wrote stays")
+
+    def release(self) -> None:
+        """Give the output free, unless another run holds it by now."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._etag is None or self.lost is not None:
+            return
+        with contextlib.suppress(StorageError):
+            found = self._storage.get(self._url)
+            if found is not None and _decode(found).get("run") == self._owner["run"]:
+                self._storage.delete([self._url])
+
+
+@contextlib.contextmanager
+def hold(
+    storage: Storage, url: str, run_id: str, *, take_over: bool, say: Callable[[str], None]
+) -> Iterator[Lease]:
+    """The lease at `url` for as long as the context lasts."""
+    lease = Lease(storage, url, run_id)
+    lease.acquire(take_over=take_over, say=say)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def _owner(run_id: str) -> dict[str, Any]:
+    return {
+        "run": run_id,
+        "host": platform.node(),
+        "boot": _boot_id(),
+        "pid": os.getpid(),
+        "start": _started(os.getpid()),
+    }
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """The kernel's start time of a process: tells it from a later one with the same pid. None where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    try:
+        holder = json.loads(body)
+    except ValueError:
+        holder = None
+    return holder if isinstance(holder, dict) else {}
+
+
+def _same_boot(holder: dict[str, Any]) -> bool:
+    return bool(_boot_id()) and (holder.get("host"), holder.get("boot")) == (platform.node(), _boot_id())
+
+
+def _alive(holder: dict[str, Any]) -> bool:
+    pid = holder.get("pid")
+    return isinstance(pid, int) and _started(pid) is not None and _started(pid) == holder.get("start")
+
+
+def _describe(holder: dict[str, Any], url: str) -> str:
+    if not holder:
+        return f"a run that {url} does not name"
+    return f"run {holder.get('run')} (host {holder.get('host')}, pid {holder.get('pid')})"

@@ -1,0 +1,286 @@
+"""OUTPUT/__etl: the plan, and for each partition rejects, part and receipt, written in that order.
+
+A partition is done when its receipt exists and the part that it names has its size; SUCCESS says that all are.
+Everything here is plain JSON whose bytes depend on the input and the options alone, but for what stands under `run`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.config import RunConfig
+from etl.errors import UsageError
+from etl.partitions import Listing
+from etl.pipeline import Outcome
+from etl.records import ObjectRange, Partition, Reject
+from etl.storage import Storage, canonical_url
+from etl.tables import serialize
+
+VERSION: Final = 1
+RAW_BYTES: Final = 2**20
+"""A reject keeps this much of its line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where everything of one output lies."""
+
+    output: str
+
+    @property
+    def root(self) -> str:
+        """OUTPUT without a closing slash."""
+        return self.output.rstrip("/")
+
+    @property
+    def ledger(self) -> str:
+        """OUTPUT/__etl."""
+        return f"{self.root}/__etl"
+
+    @property
+    def plan(self) -> str:
+        """OUTPUT/__etl/plan.json."""
+        return f"{self.ledger}/plan.json"
+
+    @property
+    def success(self) -> str:
+        """OUTPUT/__etl/SUCCESS."""
+        return f"{self.ledger}/SUCCESS"
+
+    @property
+    def lease(self) -> str:
+        """OUTPUT/__etl/lease.json."""
+        return f"{self.ledger}/lease.json"
+
+    def part(self, stem: str) -> str:
+        """OUTPUT/part-….parquet."""
+        return f"{self.root}/{stem}.parquet"
+
+    def receipt(self, stem: str) -> str:
+        """OUTPUT/__etl/receipts/part-….json."""
+        return f"{self.ledger}/receipts/{stem}.json"
+
+    def rejects(self, stem: str) -> str:
+        """OUTPUT/__etl/rejects/part-….jsonl."""
+        return f"{self.ledger}/rejects/{stem}.jsonl"
+
+    def run(self, run_id: str) -> str:
+        """OUTPUT/__etl/runs/<UTC>-<id>.json."""
+        return f"{self.ledger}/runs/{run_id}.json"
+
+
+# --- one partition, in a worker ----------------------------------------------------------------------------------
+
+
+class StageSeconds(Protocol):
+    """Anything that knows how long each stage took."""
+
+    seconds: dict[str, float]
+
+    def __call__(self, stage: str) -> Any:
+        """Count the time spent inside as `stage`."""
+
+
+def write_partition(  # noqa: PLR0913 - one call site, each a different thing
+    storage: Storage,
+    config: RunConfig,
+    fingerprint: str,
+    partition: Partition,
+    outcome: Outcome,
+    table: pa.Table,
+    clock: StageSeconds,
+    started: float,
+) -> dict[str, Any]:
+    """Write rejects, part and receipt, each one PUT; return the receipt. A partition without rows writes no part."""
+    places = Places(canonical_url(str(config.output)))
+    with clock("parquet"):
+        body = serialize(table) if table.num_rows else None
+    with clock("write"):
+        if outcome.rejects:
+            storage.put(places.rejects(partition.stem), encode_rejects(outcome.rejects, partition))
+        if body is not None:
+            storage.put(places.part(partition.stem), body)
+    receipt = {
+        "version": VERSION,
+        "index": partition.index,
+        "identity": partition.identity,
+        "part": f"{partition.stem}.parquet" if body is not None else None,
+        "size": len(body) if body is not None else None,
+        "sha256": hashlib.sha256(body).hexdigest() if body is not None else None,
+        "objects": [{"key": r.url, "etag": r.etag, "start": r.start, "end": r.end} for r in partition.ranges],
+        "lines": outcome.lines,
+        "blank": outcome.blank,
+        "candidates": outcome.candidates,
+        "rows": table.num_rows,
+        "rejected": len(outcome.rejects),
+        "reasons": dict(sorted(Counter(reject.reason for reject in outcome.rejects).items())),
+        "counts": dict(sorted(outcome.counts.items())),
+        "tokens": pc.sum(table["n_tokens"]).as_py() or 0,
+        "loss_tokens": pc.sum(table["n_loss_tokens"]).as_py() or 0,
+        "engine": outcome.engine,
+        "verified_rows": outcome.verified_rows,
+        "mismatched_rows": outcome.mismatched_rows,
+        "fingerprint": fingerprint,
+        "run": {
+            "seconds": round(time.perf_counter() - started, 4),
+            "stages": {stage: round(seconds, 4) for stage, seconds in clock.seconds.items()},
+            "host": platform.node(),
+            "retries": storage.retries,
+        },
+    }
+    with clock("write"):
+        storage.put(places.receipt(partition.stem), encode_json(receipt))
+    return receipt
+
+
+def encode_rejects(rejects: Iterable[Reject], partition: Partition) -> bytes:
+    """Rejects as JSON lines. `line` stays null where earlier ranges of the object decide it (`number_rejects`)."""
+    from_start = {r.url for r in partition.ranges if r.start == 0}
+    return b"".join(encode_json(_reject_record(reject, known=reject.source in from_start)) for reject in rejects)
+
+
+def _reject_record(reject: Reject, *, known: bool) -> dict[str, Any]:
+    raw = reject.raw[:RAW_BYTES]
+    record: dict[str, Any] = {
+        "source": reject.source,
+        "line": reject.number if known else None,
+        "offset": reject.offset,
+        "bytes": reject.size,
+        "choice": reject.choice,
+        "turn": reject.turn,
+        "reason": reject.reason,
+        "detail": reject.detail,
+        "truncated": len(raw) < reject.size,
+    }
+    if not known:
+        record["line_in_range"] = reject.number
+    try:
+        record["raw"] = raw.decode()
+    except UnicodeDecodeError:
+        record["raw_base64"] = base64.b64encode(raw).decode()
+    return record
+
+
+def encode_json(value: object) -> bytes:
+    """One line of JSON, UTF-8, keys in the order given."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
+
+
+# --- the whole output, on the client -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one output consists of: written before the first part, and only ever appended to."""
+
+    fingerprint: str
+    settings: Mapping[str, Any]
+    inputs: tuple[str, ...]
+    partitions: tuple[Partition, ...]
+    passed_over: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        """The bytes of plan.json."""
+        record = {
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            "settings": self.settings,
+            "inputs": list(self.inputs),
+            "passed_over": list(self.passed_over),
+            "partitions": [
+                {
+                    "index": p.index,
+                    "identity": p.identity,
+                    "objects": [[r.url, r.etag, r.start, r.end, r.size] for r in p.ranges],
+                }
+                for p in self.partitions
+            ],
+        }
+        return encode_json(record)
+
+    @classmethod
+    def decode(cls, body: bytes, where: str) -> Plan:
+        """The plan from plan.json's bytes. Raises UsageError where they are no plan of this version."""
+        try:
+            record = json.loads(body)
+            partitions = tuple(
+                Partition(p["index"], p["identity"], tuple(ObjectRange(*r) for r in p["objects"]))
+                for p in record["partitions"]
+            )
+            version, fingerprint, settings = record["version"], record["fingerprint"], record["settings"]
+            inputs, passed_over = tuple(record["inputs"]), tuple(record["passed_over"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{where} is not a plan that etl wrote ({type(error).__name__}); see --overwrite") from error
+        if version != VERSION:
+            raise UsageError(f"{where} has version {version}, this etl writes {VERSION}; use the etl that wrote it")
+        return cls(fingerprint, settings, inputs, partitions, passed_over)
+
+    @classmethod
+    def of(cls, listing: Listing, partitions: Sequence[Partition], config: RunConfig, fingerprint: str,
+           settings: Mapping[str, Any]) -> Plan:
+        """A new plan over a listing."""
+        return cls(fingerprint, settings, config.inputs, tuple(partitions), listing.passed_over)
+
+
+def read_plan(storage: Storage, places: Places) -> Plan | None:
+    """The output's plan, or None where there is none yet."""
+    body = storage.get(places.plan)
+    return None if body is None else Plan.decode(body, places.plan)
+
+
+def read_receipts(storage: Storage, places: Places, plan: Plan) -> dict[str, dict[str, Any]]:
+    """stem -> receipt of every partition of the plan that is done: part in place, with the size that it names."""
+    sizes = {info.url: info.size for info in storage.list(places.root)}
+    stems = [p.stem for p in plan.partitions if places.receipt(p.stem) in sizes]
+    with ThreadPoolExecutor(32) as pool:
+        bodies = pool.map(storage.get, map(places.receipt, stems))
+    receipts = {stem: json.loads(body) for stem, body in zip(stems, bodies, strict=True) if body is not None}
+    return {
+        stem: receipt
+        for stem, receipt in receipts.items()
+        if receipt["part"] is None or sizes.get(places.part(stem)) == receipt["size"]
+    }
+
+
+def number_rejects(storage: Storage, places: Places, plan: Plan, receipts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Fill in `line` of the rejects in later ranges of a cut object, now that the lines before them are counted."""
+    before: Counter[str] = Counter()
+    for partition in plan.partitions:
+        receipt = receipts[partition.stem]
+        first = partition.ranges[0]
+        if first.start > 0 and receipt["rejected"]:
+            body = storage.get(places.rejects(partition.stem)) or b""
+            records = [json.loads(line) for line in body.splitlines()]
+            if any("line_in_range" in record for record in records):
+                numbered = [_numbered(record, before[first.url]) for record in records]
+                storage.put(places.rejects(partition.stem), b"".join(map(encode_json, numbered)))
+        before[first.url] += receipt["lines"]
+
+
+def _numbered(record: dict[str, Any], before: int) -> dict[str, Any]:
+    number = record.pop("line_in_range", None)
+    return record if number is None else {**record, "line": before + number}
+
+
+def write_success(storage: Storage, places: Places, plan: Plan, totals: Mapping[str, Any]) -> None:
+    """Say that every partition of the plan is done, with the counts that only the output decides."""
+    lasting = ("lines", "blank", "candidates", "rows", "rejected", "reasons", "tokens", "loss_tokens", "parts", "partitions")
+    record = {"version": VERSION, "fingerprint": plan.fingerprint} | {name: totals[name] for name in lasting}
+    storage.put(places.success, encode_json(record))
+
+
+def write_run(storage: Storage, places: Places, run_id: str, result: Mapping[str, Any]) -> None:
+    """Keep what one run did and how long it took."""
+    storage.put(places.run(run_id), encode_json(result))

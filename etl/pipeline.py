@@ -1,0 +1,212 @@
+"""Batches of lines -> Outcome: the stages composed for one partition, as a plain function without Dask.
+
+    parse → render → encode (ids and mask) → judge → table, batch by batch, so that only the result grows
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from etl.config import RunConfig
+from etl.conversation import parse
+from etl.encoding import Encoder, TokenIds
+from etl.errors import RowError
+from etl.fingerprint import digest, settings
+from etl.lines import Batch, read_batches
+from etl.records import Conversation, Encoded, Line, Partition, Reject, Rendered, TokenizerSpec
+from etl.rendering import render
+from etl.schema import output_schema
+from etl.storage import Storage
+from etl.tables import build_table, loss_tokens, select, truncate
+from etl.template import ChatTemplate
+
+Timed: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Counts the seconds spent inside as the named stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What the stages need, built once in each worker."""
+
+    config: RunConfig
+    fingerprint: str
+    storage: Storage
+    template: ChatTemplate
+    encoder: Encoder
+
+    def read(self, partition: Partition) -> Iterator[Batch]:
+        """Begin to fetch the partition's objects; the batches come in order."""
+        return read_batches(partition, self.storage, concurrency=self.read_threads)
+
+    @property
+    def read_threads(self) -> int:
+        """This worker's share of `--read-concurrency`, at least two so that the next batch is always on its way."""
+        return max(2, self.config.read_concurrency // (self.config.workers or 1))
+
+
+def build_kit(spec: TokenizerSpec, config: RunConfig) -> Kit:
+    """Compile the template and load the tokenizer. Raises UsageError where either cannot be used."""
+    return Kit(
+        config,
+        digest(settings(spec, config)),
+        Storage.from_config(config),
+        ChatTemplate.from_spec(spec, config),
+        Encoder(spec, config.engine, config.verify_share),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A partition's rows in SCHEMA, its rejects, and the counts of its receipt."""
+
+    table: pa.Table
+    rejects: tuple[Reject, ...]
+    lines: int
+    blank: int
+    candidates: int
+    counts: dict[str, int]
+    engine: str
+    verified_rows: int
+    mismatched_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    line: Line
+    conversation: Conversation
+
+
+_Encodable: TypeAlias = Rendered | TokenIds
+
+
+def transform(open_batches: Callable[[], Iterable[Batch]], kit: Kit, timed: Timed) -> Outcome:
+    """All batches of a partition through every stage.
+
+    Where the two tokenizer engines differ on a row, the whole partition is done again with the reference alone.
+    """
+    outcome = _transform(open_batches(), kit, timed)
+    if outcome.mismatched_rows:
+        again = _transform(open_batches(), replace(kit, encoder=kit.encoder.reference()), timed)
+        return replace(again, verified_rows=outcome.verified_rows, mismatched_rows=outcome.mismatched_rows)
+    return outcome
+
+
+def _transform(batches: Iterable[Batch], kit: Kit, timed: Timed) -> Outcome:
+    tables: list[pa.Table] = []
+    rejects: list[Reject] = []
+    counts: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    waiting = iter(batches)
+    while True:
+        with timed("read"):
+            batch = next(waiting, None)
+        if batch is None:
+            break
+        parsed, bad, candidates = _parse(batch, kit, timed)
+        rows, items, unrendered = _render(parsed, kit, timed)
+        with timed("encode"):
+            encoded = kit.encoder.encode(items)
+        for item in items:
+            if isinstance(item, Rendered) and item.counts:
+                counts.update(item.counts)
+        with timed("table"):
+            table, unfit = _judge(rows, encoded, kit.config)
+        tables.append(table)
+        rejects += [*batch.rejects, *bad, *unrendered, *unfit]
+        totals.update(
+            lines=batch.line_count,
+            blank=batch.blank,
+            candidates=candidates + len(batch.rejects),
+            verified=encoded.verified,
+            mismatched=encoded.mismatched,
+        )
+    return Outcome(
+        pa.concat_tables(tables) if tables else output_schema(kit.config.keep_fields).empty_table(),
+        tuple(sorted(rejects, key=lambda r: (r.source, r.offset, r.choice, r.turn))),
+        totals["lines"],
+        totals["blank"],
+        totals["candidates"],
+        dict(counts),
+        kit.encoder.engine_name,
+        totals["verified"],
+        totals["mismatched"],
+    )
+
+
+def _parse(batch: Batch, kit: Kit, timed: Timed) -> tuple[list[_Row], list[Reject], int]:
+    rows: list[_Row] = []
+    rejects: list[Reject] = []
+    candidates = 0
+    with timed("parse"):
+        for line in batch.lines:
+            found = parse(line, kit.config, kit.template.traits)
+            candidates += len(found)
+            for item in found:
+                if isinstance(item, Reject):
+                    rejects.append(item)
+                else:
+                    rows.append(_Row(line, item))
+    return rows, rejects, candidates
+
+
+def _render(rows: Sequence[_Row], kit: Kit, timed: Timed) -> tuple[list[_Row], list[_Encodable], list[Reject]]:
+    good: list[_Row] = []
+    items: list[_Encodable] = []
+    rejects: list[Reject] = []
+    with timed("render"):
+        for row in rows:
+            try:
+                items.append(_encodable(row.conversation, kit))
+            except RowError as error:
+                rejects.append(_reject(row, error.reason, error.detail))
+            else:
+                good.append(row)
+    return good, items, rejects
+
+
+def _encodable(conversation: Conversation, kit: Kit) -> _Encodable:
+    if conversation.token_ids is not None:
+        return conversation.token_ids
+    if conversation.text is not None:
+        return Rendered(conversation.text, ((0, len(conversation.text)),) if conversation.text else ())
+    return render(conversation, kit.template, kit.config)
+
+
+def _judge(rows: Sequence[_Row], encoded: Encoded, config: RunConfig) -> tuple[pa.Table, list[Reject]]:
+    """The rows that fit, as a table; the others as rejects."""
+    if config.max_length is not None and config.over_length == "truncate":
+        encoded = truncate(encoded, config.max_length)
+    lengths = np.diff(encoded.splits)
+    fits = lengths <= (config.max_length or np.iinfo(np.int64).max)
+    trained = loss_tokens(encoded)
+    keep = fits & (trained >= config.min_loss_tokens)
+    keep[list(encoded.failed)] = False
+    rejects = [_reject(rows[i], *_why(i, encoded, lengths, trained, config)) for i in np.flatnonzero(~keep).tolist()]
+    kept = [row.conversation for row, good in zip(rows, keep, strict=True) if good]
+    return build_table(kept, select(encoded, keep), config.keep_fields), rejects
+
+
+def _why(
+    i: int, encoded: Encoded, lengths: npt.NDArray[np.int64], trained: npt.NDArray[np.int32], config: RunConfig
+) -> tuple[str, str]:
+    if i in encoded.failed:
+        return encoded.failed[i].reason, encoded.failed[i].detail
+    if config.max_length is not None and lengths[i] > config.max_length:
+        return "over_length", f"{lengths[i]} tokens, --max-length {config.max_length}"
+    return "no_loss_tokens", f"{trained[i]} trained tokens, --min-loss-tokens {config.min_loss_tokens}"
+
+
+def _reject(row: _Row, reason: str, detail: str) -> Reject:
+    line, conversation = row.line, row.conversation
+    turn = conversation.turn
+    return Reject(
+        line.source, line.offset, len(line.raw), conversation.choice, turn, reason, detail, line.raw, line.number
+    )

@@ -1,0 +1,361 @@
+"""Command line -> RunConfig -> exit code: the only file that reads arguments and writes to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, Final, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from etl.config import CHOICES, RunConfig
+from etl.errors import EtlError, UsageError
+from etl.watcher import Watcher
+
+NOT_YET: Final[Mapping[str, object]] = {}
+"""Options of the contract that are not built yet, with the value that asks for nothing."""
+
+LATER: Final = ("preview", "check", "report", "doctor", "export")
+"""Commands of the contract that are not built yet."""
+
+PLAIN_PROGRESS_SECONDS: Final = 10.0
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a wrong usage is one line and an exception."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError instead of printing the whole usage."""
+        raise UsageError(f"{message}; see python -m {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code of the contract: 0, 1, 2 or 130."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    with _terminated_as_interrupt():
+        try:
+            return _dispatch(words)
+        except EtlError as error:
+            _explain(error, debug=debug)
+            return error.exit_code
+        except KeyboardInterrupt:
+            _explain(EtlError("interrupted; the same command goes on from here"), debug=debug)
+            return 130
+        except BrokenPipeError:
+            # The reader of our output has gone (`| head`); there is nobody left to tell.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in {"-h", "--help"}:
+        print(HELP)
+        return 0 if words else 2
+    command, rest = words[0], words[1:]
+    if command in LATER:
+        raise UsageError(f"etl {command}: not yet")
+    if command not in COMMANDS:
+        raise UsageError(f"unknown command {command!r}; choose {', '.join(COMMANDS)}")
+    return COMMANDS[command](rest)
+
+
+def _explain(error: EtlError, *, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    print(f"etl: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends a command the way Ctrl-C does: exit 130, resumable."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+
+def run_command(words: list[str]) -> int:
+    """`etl run INPUT [INPUT …] OUTPUT --tokenizer NAME_OR_FOLDER`."""
+    config, flags = parse_run(words, "etl run")
+    from etl import jobs  # noqa: PLC0415 - Dask takes a second to import; wrong usage should not wait for it
+
+    watcher = Watcher() if flags.quiet else ProgressWatcher()
+    try:
+        result = jobs.run(config, watcher)
+    except KeyboardInterrupt:
+        result = jobs.RunResult(exit_code=130, error="interrupted; the same command goes on from here")
+    finally:
+        watcher.finish()
+    if not flags.quiet:
+        print_summary(result)
+    if result.error:
+        _explain(EtlError(result.error), debug=False)
+    if flags.json:
+        print(json.dumps(result.as_dict()))
+    return result.exit_code
+
+
+def plan_command(words: list[str]) -> int:
+    """`etl plan …as run…`: what would be read, how it is cut, what is done."""
+    config, flags = parse_run(words, "etl plan")
+    from etl import jobs  # noqa: PLC0415 - as above
+
+    found = jobs.plan(config)
+    if not flags.quiet:
+        print_plan(found, config)
+    if flags.json:
+        print(json.dumps(dataclasses.asdict(found)))
+    return 0
+
+
+def demo_command(words: list[str]) -> int:
+    """`etl demo`: the whole job on an embedded S3 server with a bundled sample."""
+    parser = Parser(prog="etl demo", description="the whole job on an embedded S3 server with a bundled sample")
+    parser.add_argument("--keep-running", action="store_true", help="leave server and dashboard up until Ctrl-C")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    flags = parser.parse_args(words)
+    from etl import demo  # noqa: PLC0415 - as above
+
+    return demo.play(keep_running=flags.keep_running, command=main)
+
+
+COMMANDS: Final[Mapping[str, Callable[[list[str]], int]]] = {
+    "run": run_command,
+    "plan": plan_command,
+    "demo": demo_command,
+}
+
+HELP: Final = """\
+usage: python -m etl COMMAND …
+
+  run INPUT [INPUT …] OUTPUT --tokenizer T   chat completions on S3 → masked training tokens on S3
+  plan …as run…                              what would be read, how it is cut, what is done
+  demo                                       the whole job on an embedded S3 server with a bundled sample
+
+python -m etl run --help lists the options."""
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
+
+GROUPS: Final[Mapping[str, tuple[tuple[str, dict[str, Any]], ...]]] = {
+    "model": (
+        ("--tokenizer", {"metavar": "NAME_OR_FOLDER", "help": "hub name, local folder, or builtin:qwen3.6"}),
+        ("--revision", {"metavar": "R"}),
+        ("--chat-template", {"metavar": "FILE", "help": "use this template instead of the tokenizer's"}),
+        ("--template-arg", {"metavar": "k=v", "action": "append", "help": "value is JSON where it parses"}),
+        ("--chat-template-kwargs", {"metavar": "JSON"}),
+        ("--date", {"metavar": "YYYY-MM-DD", "help": "today, for templates that ask the clock"}),
+        ("--trust-remote-code", {"action": "store_true"}),
+    ),
+    "rows": (
+        ("--shape", {"choices": CHOICES["shape"]}),
+        ("--field", {"metavar": "messages=my.path", "action": "append"}),
+        ("--role-map", {"metavar": "developer=system", "action": "append"}),
+        ("--keep", {"metavar": "FIELD", "action": "append"}),
+    ),
+    "mask": (
+        ("--turns", {"choices": CHOICES["turns"]}),
+        ("--no-train-think-open", {"action": "store_true"}),
+        ("--no-train-reasoning", {"action": "store_true"}),
+        ("--no-train-tool-calls", {"action": "store_true"}),
+        ("--no-train-end", {"action": "store_true"}),
+        ("--train-empty-think", {"action": "store_true"}),
+        ("--control-tokens", {"choices": CHOICES["control_tokens"]}),
+        ("--truncated-completions", {"choices": CHOICES["truncated_completions"]}),
+    ),
+    "size": (
+        ("--max-length", {"metavar": "N", "type": int}),
+        ("--over-length", {"choices": CHOICES["over_length"]}),
+        ("--min-loss-tokens", {"metavar": "N", "type": int}),
+    ),
+    "engine": (
+        ("--engine", {"choices": CHOICES["engine"]}),
+        ("--verify-share", {"metavar": "SHARE", "type": float}),
+    ),
+    "cluster": (
+        ("--workers", {"metavar": "N", "type": int, "help": "processes (default: cores)"}),
+        ("--scheduler", {"metavar": "URL", "help": "use this Dask cluster"}),
+        ("--memory-limit", {"metavar": "SIZE", "help": "of each worker"}),
+        ("--partition-bytes", {"metavar": "SIZE", "help": "default 16MiB"}),
+        ("--read-concurrency", {"metavar": "N", "type": int, "help": "requests at once in all (default 32)"}),
+        ("--dashboard-address", {"metavar": "HOST:PORT"}),
+        ("--no-dashboard", {"action": "store_true"}),
+        ("--tls", {"action": "store_true"}),
+        ("--profile-report", {"metavar": "FILE"}),
+    ),
+    "faults": (
+        ("--on-error", {"choices": CHOICES["on_error"]}),
+        ("--max-reject-share", {"metavar": "SHARE", "type": float}),
+        ("--overwrite", {"action": "store_true"}),
+        ("--take-over", {"action": "store_true"}),
+    ),
+    "storage": (
+        ("--endpoint-url", {"metavar": "URL"}),
+        ("--profile", {"metavar": "P"}),
+        ("--anon", {"action": "store_true"}),
+        ("--storage-option", {"metavar": "k=v", "action": "append"}),
+    ),
+    "output": (("--layout", {"choices": CHOICES["layout"]}),),
+}
+
+PAIRS: Final = ("template_arg", "field", "role_map", "storage_option")
+
+
+def run_parser(prog: str) -> Parser:
+    """The parser of `run` and of the commands that take its options."""
+    parser = Parser(prog=prog, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser.add_argument("urls", nargs="*", metavar="INPUT [INPUT …] OUTPUT", default=[])
+    for title, options in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag, settings in options:
+            group.add_argument(flag, **settings)
+    group = parser.add_argument_group("all")
+    group.add_argument("--config", metavar="FILE.yaml", help="the same names with _; flags win")
+    for flag, text in (("json", "last line of stdout"), ("debug", "show tracebacks"), ("quiet", "only errors")):
+        group.add_argument(f"--{flag}", action="store_true", default=False, help=text)
+    return parser
+
+
+def parse_run(words: Sequence[str], prog: str) -> tuple[RunConfig, argparse.Namespace]:
+    """Arguments and `--config` file -> the checked configuration, and the flags that concern the terminal alone."""
+    flags = run_parser(prog).parse_intermixed_args(list(words))
+    given = {name: value for name, value in vars(flags).items() if name not in {"json", "debug", "quiet", "config"}}
+    urls = given.pop("urls")
+    options = _read_config_file(flags.config) if hasattr(flags, "config") else {}
+    options |= {name: _pairs(name, value) if name in PAIRS else value for name, value in given.items()}
+    if "chat_template_kwargs" in given:
+        options["chat_template_kwargs"] = _json_object(given["chat_template_kwargs"])
+    if urls:
+        options |= {"input": urls[:-1] or options.get("input", ()), "output": urls[-1]}
+    if not options.get("tokenizer"):
+        raise UsageError("name a --tokenizer: a hub name such as Qwen/Qwen3.6-27B, a local folder, or builtin:qwen3.6")
+    for name, unset in NOT_YET.items():
+        if options.get(name, unset) != unset:
+            raise UsageError(f"--{name.replace('_', '-')}: not yet")
+    return RunConfig(**{"input": (), **options}), flags
+
+
+def _read_config_file(path: str) -> dict[str, Any]:
+    import yaml  # noqa: PLC0415 - only with --config
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path}: {' '.join(str(error).split())}") from error
+    known = {f.name for f in dataclasses.fields(RunConfig)}
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise UsageError(f"--config {path}: write option: value lines")
+    if unknown := sorted(set(values) - known):
+        raise UsageError(f"--config {path}: unknown option {unknown[0]!r}; the names are the flags' with _")
+    return values
+
+
+def _pairs(name: str, words: Sequence[str]) -> dict[str, Any]:
+    pairs = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--{name.replace('_', '-')} needs key=value, not {key!r}")
+        pairs[key] = _json_or_text(value) if name in {"template_arg", "storage_option"} else value
+    return pairs
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = _json_or_text(text)
+    if not isinstance(value, dict):
+        raise UsageError(f"--chat-template-kwargs {text!r} is not a JSON object")
+    return value
+
+
+# --- what the user sees ------------------------------------------------------------------------------------------
+
+
+class ProgressWatcher(Watcher):
+    """A progress bar on standard error; where that is no terminal, a plain line every few seconds."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+        self.bar: Progress | None = None
+        self.rows = self.tokens = self.done = self.total = 0
+        self.began = self.said = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """One line above the bar."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def start(self, total: int, done: int) -> None:
+        """Show how much there is."""
+        self.total, self.done, self.began = total, done, time.monotonic()
+        self.say(f"{total} partitions, {done} done before")
+        if self.console.is_terminal and total > done:
+            columns = (TextColumn("tokenize"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self.bar = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.description}"), console=self.console)
+            self.bar.start()
+            self.bar.add_task("", total=total, completed=done)
+
+    def advance(self, receipt: Mapping[str, Any]) -> None:
+        """One more partition."""
+        self.rows, self.tokens, self.done = self.rows + receipt["rows"], self.tokens + receipt["tokens"], self.done + 1
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        speed = f"{self.rows / seconds:,.0f} rows/s, {self.tokens / seconds / 1e6:.2f} M tokens/s"
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=self.done, description=speed)
+        elif time.monotonic() - self.said > PLAIN_PROGRESS_SECONDS:
+            self.said = time.monotonic()
+            self.say(f"{self.done} of {self.total} partitions, {speed}")
+
+    def finish(self) -> None:
+        """Take the bar down."""
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def print_summary(result: Any) -> None:
+    """The totals of a run, for people."""
+    out = Console(highlight=False, soft_wrap=True)
+    share = f"{result.trained_share:.1%}"
+    out.print(f"{result.rows:,} rows, {result.tokens:,} tokens, {result.loss_tokens:,} trained ({share})", markup=False)
+    if result.tokens and result.trained_share < 0.05:
+        out.print(f"WARNING: only {share} of the tokens are trained; look at the mask before you train", style="bold red")
+    reasons = ", ".join(f"{count} {reason}" for reason, count in result.reasons.items())
+    rejected = f"{result.rejected:,} rejected" + (f" ({reasons}), see {result.output.rstrip('/')}/__etl/rejects/" if reasons else "")
+    out.print(f"{result.lines:,} lines, {result.blank:,} blank, {rejected}", markup=False)
+    before = f", {result.partitions_done_before} done before" if result.partitions_done_before else ""
+    out.print(f"{result.parts:,} parts of {result.partitions:,} partitions{before} in {result.seconds:.1f} s", markup=False)
+    out.print(f"engine {result.engine or 'none'}, {result.verified_rows:,} rows verified against transformers, "
+              f"{result.mismatched_rows} differed", markup=False)
+    out.print(f"output {result.output.rstrip('/')}/*.parquet", markup=False)
+
+
+def print_plan(found: Any, config: RunConfig) -> None:
+    """What a run would do, for people."""
+    print(f"{found.objects:,} objects, {found.bytes:,} bytes, {found.partitions:,} partitions, {found.partitions_done:,} done")
+    for url in found.passed_over:
+        print(f"passed over: {url}")

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from etl.config import RunConfig
 from etl.errors import RowError
@@ -45,8 +44,7 @@ _SAID_BY_THE_RENDER: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """What all candidates of a row share. `clean`: all text in the row is known to be encodable."""
 
     row: Row
@@ -56,8 +54,7 @@ class _Place:
     clean: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Turns:
+class _Turns(NamedTuple):
     """Messages in canonical form, and which of them are what, by index."""
 
     messages: list[Message]
@@ -189,22 +186,20 @@ def _up_to(whole: Conversation, k: int, last_assistant: int) -> Conversation:
 def _normalize_turns(
     draft: Draft, role_map: Mapping[str, str], traits: TemplateTraits, arguments: Mapping[str, Any]
 ) -> _Turns:
-    raws = draft.messages
-    messages = [normalize_message(raw, f"messages[{i}]", role_map) for i, raw in enumerate(raws)]
+    field, opens_thinking = traits.reasoning_field, functools.partial(traits.opens_thinking, arguments)
+    messages = [normalize_message(raw, f"messages[{i}]", role_map) for i, raw in enumerate(draft.messages)]
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     last = assistants[-1] if assistants else -1
-    cut = frozenset(
-        i for i in assistants if is_cut(raws[i].get("finish_reason")) or (i == last and is_cut(draft.finish_reason))
-    )
-    opens_thinking = functools.partial(traits.opens_thinking, arguments)
-    field = traits.reasoning_field
-    closed = frozenset(
-        i
-        for i in assistants
-        if place_reasoning(messages[i], f"messages[{i}]", field, opens_thinking, cut=i in cut) and i in cut
-    )
-    trainable = [i for i in assistants if i >= draft.context and is_trainable(raws[i])]
-    return _Turns(messages, trainable, cut, closed, last)
+    trainable, cut, closed = [], [], []
+    for i in assistants:
+        raw = draft.messages[i]
+        if is_cut(raw.get("finish_reason")) or (i == last and is_cut(draft.finish_reason)):
+            cut.append(i)
+        if place_reasoning(messages[i], f"messages[{i}]", field, opens_thinking, cut=i in cut) and i in cut:
+            closed.append(i)
+        if i >= draft.context and is_trainable(raw):
+            trainable.append(i)
+    return _Turns(messages, trainable, frozenset(cut), frozenset(closed), last)
 
 
 def _trained(turns: _Turns, policy: str) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def is_cut(finish_reason: Any) -> bool:
 
 def is_trainable(raw: Mapping[str, Any]) -> bool:
     """Whether a message's own flags allow training: neither `train: false` nor `weight: 0`."""
-    return not any(_is_zero(raw.get(flag)) for flag in ("train", "weight"))
+    return not (_is_zero(raw.get("train")) or _is_zero(raw.get("weight")))
 
 
 def normalize_message(raw: Any, where: str, role_map: Mapping[str, str]) -> Message:

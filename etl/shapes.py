@@ -7,8 +7,7 @@ in them rejects the candidate and never falls through to a shape that would read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from etl.errors import RowError
 from etl.jsonline import spelled_value
@@ -31,19 +30,18 @@ _ALIASES: Final = {
 _IDS_END: Final = 2**31
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """One candidate row as its shape holds it.
 
-    `messages` as the row spells them; the first `context` of them stand inside `prompt` and are never trained.
-    `request` holds `tools` and template arguments where the row itself does not. `generated` tells whether
-    `completion_tokens` and `finish_reason` were read off the row or the choice.
+    `request` holds `tools` and template arguments where the row itself does not. `messages` as the row spells them;
+    the first `context` of them stand inside `prompt` and are never trained. `finish_reason` as given for the last
+    reply, `completion_tokens` as recorded for it.
     """
 
     shape: str
-    messages: list[Any] = field(default_factory=list)
+    request: Row
+    messages: list[Any]
     context: int = 0
-    request: Row = field(default_factory=dict)
     finish_reason: Any = None
     completion_tokens: int | None = None
     text: str | None = None
@@ -93,7 +91,7 @@ def _is_tokenized(row: Row) -> bool:
 def _read_tokenized(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
     prompt = _token_ids(row.get("prompt_token_ids") or [], "prompt_token_ids")
     generated = _token_ids(row.get("token_ids"), "token_ids")
-    return [Draft("tokenized", token_ids=(prompt, generated), completion_tokens=_usage(row, row))]
+    return [Draft("tokenized", row, [], token_ids=(prompt, generated), completion_tokens=_usage(row, row))]
 
 
 def _token_ids(value: Any, name: str) -> list[int]:
@@ -149,9 +147,9 @@ def _read_answers(shape: str, row: Row, body: Row) -> list[Draft | RowError]:
         drafts.append(
             Draft(
                 shape,
+                request,
                 [*messages, answer],
                 context,
-                request,
                 finish_reason=row.get("finish_reason") if reason is None else reason,
                 completion_tokens=_usage(body if len(choices) == 1 else {}, choice),
             )
@@ -270,7 +268,7 @@ def _is_text(row: Row) -> bool:
 def _read_text(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
     if not _is_text(row):
         raise RowError("shape", f"text is {kind(row.get('text'))}, not a string")
-    return [Draft("text", text=row["text"])]
+    return [Draft("text", row, [], text=row["text"])]
 
 
 SHAPES: Final[
@@ -289,7 +287,7 @@ SHAPES: Final[
 
 
 def _whole(shape: str, row: Row, messages: list[Any], context: int = 0) -> Draft:
-    return Draft(shape, messages, context, row, row.get("finish_reason"), _usage(row, row))
+    return Draft(shape, row, messages, context, row.get("finish_reason"), _usage(row, row))
 
 
 def _full_list(row: Row, name: str) -> list[Any]:

@@ -33,6 +33,13 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The options that take one of a few words."""
 
+FIELDS: Final = (
+    *("messages", "prompt", "completion", "response", "request", "body", "choices", "conversations", "system"),
+    *("instruction", "input", "output", "text", "prompt_token_ids", "token_ids"),
+    *("tools", "documents", "chat_template_kwargs", "finish_reason", "usage", "custom_id", "id", "uuid"),
+)
+"""What a row is read for, and so what `--field` can point elsewhere."""
+
 _UNITS: Final = {"": 1, "b": 1} | {
     unit: base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -124,6 +131,9 @@ class RunConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r} is unknown; choose {', '.join(allowed)}")
+        for name in self.field:
+            if name not in FIELDS:
+                raise UsageError(f"--field {name} is read by no shape; choose {', '.join(FIELDS)}")
         self._check_numbers()
         self._check_secrets()
         if self.workers is not None and self.scheduler is not None:

@@ -20,6 +20,7 @@ from etl.records import Conversation, Line, Message, Reject, TemplateTraits
 from etl.shapes import Draft, Row, look_up, point_elsewhere, read_shape
 
 _ID_FIELDS: Final = ("custom_id", "id", "uuid")
+_DETAIL_LENGTH: Final = 500
 _USED_KEYS: Final = (
     "role",
     "content",
@@ -294,6 +295,6 @@ def _too_deep() -> RowError:
 
 
 def _reject(line: Line, error: RowError, choice: int = 0) -> Reject:
-    # a detail may quote what was read, and must be writable whatever that was
-    detail = error.detail.encode("utf-8", "backslashreplace").decode()
+    # a detail may quote what was read: it must be writable and short whatever that was
+    detail = error.detail[:_DETAIL_LENGTH].encode("utf-8", "backslashreplace").decode()
     return Reject(line.source, line.offset, len(line.raw), choice, -1, error.reason, detail, line.raw, line.number)

@@ -16,7 +16,6 @@ import orjson
 from etl.errors import RowError
 
 _IS_DIGIT: Final = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
-_LONG_RUN: Final = b"0" * 19
 _MOST_DIGITS: Final = 4000
 
 
@@ -104,9 +103,13 @@ def _require_encodable(text: str, where: str) -> None:
 
 
 def _has_long_number(raw: bytes) -> bool:
-    # 19 digits in a row cover three neighbours of every sixth byte: that look costs 3 µs for 8 KB, the full one 11,
-    # a regular expression 100
-    return b"000" in raw[::6].translate(_IS_DIGIT) and _LONG_RUN in raw.translate(_IS_DIGIT)
+    # 19 digits in a row cover three neighbours of every sixth byte, and six of every third: looking there first costs
+    # 3 µs for 8 KB where the full look costs 11 and a regular expression 100
+    return _has_digits(raw[::6], 3) and _has_digits(raw[::3], 6) and _has_digits(raw, 19)
+
+
+def _has_digits(raw: bytes, count: int) -> bool:
+    return b"0" * count in raw.translate(_IS_DIGIT)
 
 
 def _integer(digits: str) -> int | LongInteger:

@@ -33,7 +33,7 @@ def start_server(env: Mapping[str, str] | None = None) -> Iterator[str]:
     It accepts any credentials, keeps everything in memory and forgets it on exit. Raises EtlError where it does not
     start. `env` is added to the server's environment.
     """
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - this interpreter, and the program above
         [sys.executable, "-c", _SERVE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

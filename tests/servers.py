@@ -224,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
             with proxy.lock:
                 proxy.in_flight -= 1
 
-    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_request
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_request  # noqa: N815 - the base class calls them so
 
     def _refuse(self) -> None:
         status, code, message = self.proxy.refusal

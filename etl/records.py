@@ -12,6 +12,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from etl.errors import RowError
+
 Span: TypeAlias = tuple[int, int]
 Message: TypeAlias = dict[str, Any]
 
@@ -192,7 +194,8 @@ class Encoded:
     """A batch of token ids: row i owns `ids[splits[i]:splits[i + 1]]`.
 
     `ids` int32 [n], `mask` int8 [n] of 0 and 1, `splits` int64 [rows + 1]. `mismatched` counts rows on which the two
-    engines differed, `verified` those that both encoded.
+    engines differed, `verified` those that both encoded. `failed`: by row, why the tokenizer could not take it; such a
+    row is empty here and one reject.
     """
 
     ids: npt.NDArray[np.int32]
@@ -200,6 +203,7 @@ class Encoded:
     splits: npt.NDArray[np.int64]
     verified: int = 0
     mismatched: int = 0
+    failed: Mapping[int, RowError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.mask) or self.splits[-1] != len(self.ids):

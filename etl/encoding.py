@@ -1,0 +1,166 @@
+"""Rendered -> Encoded: token ids and loss masks of a batch, by the fast engine where it agrees with the reference.
+
+Positions come from byte lengths: in byte-level BPE each id stands for a fixed number of bytes of the normalised text,
+so that a running sum over a batch's ids gives every token's end. A row whose lengths do not add up, and tokenizers
+whose ids have no fixed length, take the reference's offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from etl.engines import EngineUnsupported, Gigatoken, Ids, Reference, load_agreeing
+from etl.errors import RowError, UsageError
+from etl.masking import mask_by_ends, mask_by_offsets
+from etl.positions import Places, byte_places
+from etl.records import Encoded, Rendered, Span, TokenizerSpec
+
+TokenIds: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""A row that came tokenized: prompt ids, which are not trained, and generated ids, which are."""
+
+_NO_IDS: Final = np.zeros(0, np.int32)
+
+
+class Encoder:
+    """Encodes batches; built once in each worker, from the spec alone.
+
+    `engine` is `auto`, `gigatoken` or `transformers`. Under `auto` gigatoken is taken where it loads the tokenizer and
+    agrees with the reference on a set of awkward texts; `why` says what spoke against it, or is None. Raises
+    UsageError where `gigatoken` is asked for and cannot be had.
+    """
+
+    def __init__(self, spec: TokenizerSpec, engine: str = "auto", verify_share: float = 0.002, seed: int = 0) -> None:
+        self._truth = Reference(spec.backend_json)
+        self._verify_share = verify_share
+        self._seed = seed
+        self._lengths = self._truth.byte_lengths()
+        self._fast: Gigatoken | None = None
+        self.why: str | None = "--engine transformers" if engine == "transformers" else None
+        if engine != "transformers":
+            try:
+                self._fast = load_agreeing(spec.backend_json, self._truth)
+            except EngineUnsupported as error:
+                self.why = str(error)
+                if engine == "gigatoken":
+                    raise UsageError(f"--engine gigatoken cannot take {spec.name}: {error}") from error
+
+    @property
+    def engine_name(self) -> str:
+        """The engine in use: `gigatoken` or `transformers`."""
+        return (self._fast or self._truth).name
+
+    def reference(self) -> Encoder:
+        """The same encoder on the reference alone: what a partition is done again with after a difference."""
+        other = object.__new__(Encoder)
+        other.__dict__.update(self.__dict__)
+        other._fast, other.why = None, "gigatoken gave other ids on a row"
+        return other
+
+    def encode(self, rows: Sequence[Rendered | TokenIds]) -> Encoded:
+        """Ids and mask of each row, in order; a row in `failed` has none and its RowError instead.
+
+        With gigatoken a seeded share of the rows, and at least one, is encoded by the reference as well.
+        """
+        failed: dict[int, RowError] = {}
+        ids = [self._row_ids(i, row, failed) for i, row in enumerate(rows)]
+        splits = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(found) for found in ids], out=splits[1:])
+        flat = np.concatenate([_NO_IDS, *ids])
+        verified, different = self._verify(rows, ids, failed)
+        mask, wrong = self._mask(rows, flat, splits, failed)
+        return Encoded(flat, mask, splits, verified, different + wrong, failed)
+
+    def _row_ids(self, i: int, row: Rendered | TokenIds, failed: dict[int, RowError]) -> Ids:
+        try:
+            if not isinstance(row, Rendered):
+                return self._given_ids(row)
+            return self._truth.literal_offsets(row.text, row.literal).ids if row.literal else self._text_ids(row.text)
+        except RowError as error:
+            failed[i] = error
+            return _NO_IDS
+
+    def _text_ids(self, text: str) -> Ids:
+        if self._fast is not None:
+            try:
+                return self._fast.ids(text)
+            except RowError:
+                pass  # the reference may manage; a row's fate must not hang on the engine
+        return self._truth.ids(text)
+
+    def _given_ids(self, row: TokenIds) -> Ids:
+        try:
+            ids = np.array([*row[0], *row[1]], np.int64)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise RowError("tokenizer", f"token ids must be whole numbers: {error}") from error
+        if len(ids) and not 0 <= ids.min() <= ids.max() <= self._truth.largest_id:
+            seen = ids.min() if ids.min() < 0 else ids.max()
+            raise RowError("tokenizer", f"token ids must lie between 0 and {self._truth.largest_id}, saw {seen}")
+        return ids.astype(np.int32)
+
+    def _verify(
+        self, rows: Sequence[Rendered | TokenIds], ids: Sequence[Ids], failed: Mapping[int, RowError]
+    ) -> tuple[int, int]:
+        """(rows that both engines encoded, rows among them on which they differ)."""
+        if self._fast is None or not self._verify_share:
+            return 0, 0
+        texts = [(i, r.text) for i, r in enumerate(rows) if isinstance(r, Rendered) and not r.literal and i not in failed]
+        if not texts:
+            return 0, 0
+        # Seeded by the batch itself, so that the same rows are taken on every try and for any number of workers.
+        draw = np.random.default_rng([self._seed, len(rows), sum(map(len, ids))])
+        chosen = draw.random(len(texts)) < self._verify_share
+        chosen[draw.integers(len(texts))] = True
+        sample = [text for text, taken in zip(texts, chosen.tolist(), strict=True) if taken]
+        return len(sample), sum(not self._is_true(ids[i], text) for i, text in sample)
+
+    def _is_true(self, ids: Ids, text: str) -> bool:
+        try:
+            return np.array_equal(ids, self._truth.ids(text))
+        except RowError:
+            return False
+
+    def _mask(
+        self, rows: Sequence[Rendered | TokenIds], ids: Ids, splits: npt.NDArray[np.int64], failed: Mapping[int, RowError]
+    ) -> tuple[npt.NDArray[np.int8], int]:
+        """The mask of the batch on one axis of bytes, rows that do not lie on it apart; and how many ids proved wrong."""
+        lengths = np.zeros(len(ids), np.int64) if self._lengths is None else self._lengths[ids]
+        ends = np.cumsum(lengths)
+        edges = np.concatenate([np.zeros(1, np.int64), ends])[splits].tolist()
+        spans: list[Span] = []
+        cuts: list[Span] = []
+        apart: list[int] = []
+        for i, row in enumerate(rows):
+            start, end = edges[i], edges[i + 1]
+            places = self._places(row)
+            if places is None or places.size != end - start:
+                apart.append(i)
+                continue
+            spans += [(start + a, start + b) for a, b in places.spans]
+            cuts += [(start + a, start + b) for a, b in places.cuts]
+        mask = mask_by_ends(ends, spans, cuts)
+        wrong = 0
+        for i in apart:
+            if i not in failed:
+                own = self._mask_apart(rows[i], ids[splits[i] : splits[i + 1]])
+                wrong += own is None
+                mask[splits[i] : splits[i + 1]] = 0 if own is None else own
+        return mask, wrong
+
+    def _places(self, row: Rendered | TokenIds) -> Places | None:
+        if self._lengths is None or not isinstance(row, Rendered):
+            return None
+        return byte_places(row, self._truth.cut_out, nfc=self._truth.normalises_nfc)
+
+    def _mask_apart(self, row: Rendered | TokenIds, ids: Ids) -> npt.NDArray[np.int8] | None:
+        """One row's mask without byte lengths; None where the reference has other ids than the row got."""
+        if not isinstance(row, Rendered):
+            return (np.arange(len(ids)) >= len(row[0])).astype(np.int8)
+        truth = self._truth
+        found = truth.literal_offsets(row.text, row.literal) if row.literal else truth.offsets(row.text)
+        if not np.array_equal(found.ids, ids):
+            return None
+        return mask_by_offsets(found.starts, found.ends, row.spans, row.cuts)

@@ -1,0 +1,213 @@
+"""Text -> token ids, by two engines: the reference (`tokenizers`, the truth) and gigatoken, which is far faster.
+
+Both are loaded from the same backend JSON and give the ids of `tokenizer(text, add_special_tokens=False)`. A text that
+makes one fail is one RowError, native panics included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from etl.added import BLANKS, AddedTokens
+from etl.errors import RowError
+from etl.records import Span
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+
+ONE_THREAD: Final = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+"""The environment of a worker, set before it encodes for the first time: one native thread each."""
+
+AWKWARD: Final = (
+    "It's I'LL they'Ve 'S 1234567890 ٣٤٥ x=f(1);\r\n\r\n\t# ok  \n   end   ",
+    "naïve Ångström e\u0301 a\u0316\u0301 \u0301 - \u0300-\u036f \u212b \u2126 \u0958 \ufb1d \u1e9b\u0323 ſ İ ǅ ﬁ",
+    "\u1112\u1161\u11ab 한국어 हिन्दी क़ ภาษาไทย ที่ مُحَمَّد שׁ 日本語。か\u3099 ཀྲ",
+    "👨‍👩‍👧 🏳️‍🌈 🇩🇪 1️⃣ 𝔘𝔫𝔦 𐍈 \U0010ffff",
+    "\x00\x01\x7f\x80\x85\u2028\u2029\ufeff\u200b \u00a0\u3000\u2003x\u1680",
+    "_" * 70 + "=" * 70 + " " * 70 + "^" * 70 + "a" * 70 + "的" * 40 + "\n" * 40,
+    "https://example.org/a?b=c&d=%20#e <b>bold</b> {{x}} [[1, 2], [3]] -> != <= ... --- ***",
+)
+"""Texts on which engines have differed: contractions, marks, compositions, scripts, emoji, blanks, long runs."""
+
+_SAMPLED_TOKENS: Final = 4000
+_SAMPLED_ADDED: Final = 64
+
+
+class EngineUnsupported(Exception):
+    """The fast engine cannot be used for this tokenizer; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """One row's tokens and the characters that each came from: int32 and two int64 arrays of one length."""
+
+    ids: Ids
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+
+class Reference:
+    """The tokenizer as transformers runs it."""
+
+    name = "transformers"
+
+    def __init__(self, backend_json: str) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_str(backend_json)
+        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        self._added = added
+        self._absorbing = [i for i, token in added.items() if token.lstrip or token.rstrip]
+        self._everywhere = AddedTokens(added)
+        self.cut_out = AddedTokens({i: token for i, token in added.items() if not token.normalized})
+        self.normalises_nfc = _kinds(self._tokenizer.normalizer, "normalizers") == ["NFC"]
+        self.largest_id = max(self._tokenizer.get_vocab_size(with_added_tokens=False) - 1, *added, 0)
+
+    def ids(self, text: str) -> Ids:
+        """Token ids, int32 [n]. Raises RowError where the text defeats the tokenizer."""
+        try:
+            encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+        except BaseException as error:
+            raise failure(error) from error
+        return np.array(encoding.ids, np.int32)
+
+    def offsets(self, text: str) -> Offsets:
+        """Token ids with their characters, an added token's blanks left to its neighbours. Raises RowError as `ids`."""
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            raise failure(error) from error
+        ids = np.array(encoding.ids, np.int32)
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T.copy()
+        for i in np.flatnonzero(np.isin(ids, self._absorbing)).tolist():
+            starts[i], ends[i] = self._own_text(text, int(ids[i]), int(starts[i]), int(ends[i]))
+        return Offsets(ids, starts, ends)
+
+    def _own_text(self, text: str, token_id: int, start: int, end: int) -> Span:
+        held, token = text[start:end], self._added[token_id]
+        if token.lstrip:
+            start += len(held) - len(held.lstrip(BLANKS))
+        if token.rstrip:
+            end -= len(held) - len(held.rstrip(BLANKS))
+        return start, end
+
+    def literal_offsets(self, text: str, literal: Sequence[Span]) -> Offsets:
+        """As `offsets`, with what stands in the `literal` ranges read as text: each piece between the others apart."""
+        pieces: list[Offsets] = []
+        at = 0
+        self._tokenizer.encode_special_tokens = True
+        try:
+            for match in self._everywhere.find(text, literal):
+                pieces.append(self._shifted(text[at : match.start], at))
+                start, end = self._own_text(text, match.id, match.start, match.end)
+                pieces.append(Offsets(np.array([match.id], np.int32), np.array([start]), np.array([end])))
+                at = match.end
+            pieces.append(self._shifted(text[at:], at))
+        finally:
+            self._tokenizer.encode_special_tokens = False
+        return Offsets(
+            np.concatenate([piece.ids for piece in pieces]),
+            np.concatenate([piece.starts for piece in pieces]),
+            np.concatenate([piece.ends for piece in pieces]),
+        )
+
+    def _shifted(self, text: str, by: int) -> Offsets:
+        found = self.offsets(text)
+        return Offsets(found.ids, found.starts + by, found.ends + by)
+
+    def byte_lengths(self) -> npt.NDArray[np.int64] | None:
+        """How many bytes of text each id stands for, int64 [largest id + 1]; None where ids have no fixed length.
+
+        They have one in byte-level BPE without a normaliser, or with NFC, whose byte lengths count then.
+        """
+        if not self._is_byte_level:
+            return None
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        count = len(vocabulary)
+        lengths = np.zeros(max(self.largest_id, *vocabulary.values()) + 1, np.int64)
+        lengths[np.fromiter(vocabulary.values(), np.int64, count)] = np.fromiter(map(len, vocabulary), np.int64, count)
+        for i, token in self._added.items():
+            lengths[i] = len(token.content.encode())
+        return lengths
+
+    @property
+    def _is_byte_level(self) -> bool:
+        return (
+            isinstance(self._tokenizer.model, tokenizers.models.BPE)
+            and _kinds(self._tokenizer.normalizer, "normalizers") in ([], ["NFC"])
+            and "ByteLevel" in _kinds(self._tokenizer.pre_tokenizer, "pretokenizers")
+        )
+
+    def awkward_texts(self) -> list[str]:
+        """Texts for the start-up check: AWKWARD, this tokenizer's added tokens in bad company, tokens as words."""
+        step = max(1, self.largest_id // _SAMPLED_TOKENS)
+        words = "\n".join(self._tokenizer.decode([i]) for i in range(0, self.largest_id + 1, step))
+        contents = [token.content for token in self._added.values()]
+        chosen = contents[:: max(1, len(contents) // _SAMPLED_ADDED)]
+        beside = [f"x {token} \n y{token}{token}\u0338 {token[:-1]}\u0301{token[1:]}" for token in chosen]
+        return [*AWKWARD, *beside, words]
+
+
+def _kinds(component: Any, children: str) -> list[str]:
+    """The types of a normaliser's or pre-tokenizer's parts, sequences laid flat."""
+    found: list[str] = []
+    waiting = [] if component is None else [json.loads(component.__getstate__())]
+    while waiting:
+        part = waiting.pop(0)
+        if part["type"] == "Sequence":
+            waiting[:0] = part[children]
+        else:
+            found.append(part["type"])
+    return found
+
+
+class Gigatoken:
+    """The fast engine. Raises EngineUnsupported where it cannot load the tokenizer."""
+
+    name = "gigatoken"
+
+    def __init__(self, backend_json: str) -> None:
+        try:
+            import gigatoken
+        except ImportError as error:
+            raise EngineUnsupported("gigatoken is not installed") from error
+        try:
+            self._tokenizer = gigatoken.Tokenizer.from_json(backend_json)
+        except BaseException as error:
+            raise EngineUnsupported(f"gigatoken cannot load it ({failure(error).detail})") from error
+
+    def ids(self, text: str) -> Ids:
+        """Token ids, int32 [n]. Raises RowError where the text defeats the engine."""
+        try:
+            return self._tokenizer.encode(text).view(np.int32)
+        except BaseException as error:
+            raise failure(error) from error
+
+
+def load_agreeing(backend_json: str, reference: Reference) -> Gigatoken:
+    """The fast engine, if it gives the reference's ids for every awkward text. Raises EngineUnsupported if not."""
+    fast = Gigatoken(backend_json)
+    text = first_difference(reference, fast, reference.awkward_texts())
+    if text is not None:
+        raise EngineUnsupported(f"gigatoken gives other ids than transformers for {text[:60]!r}")
+    return fast
+
+
+def first_difference(reference: Reference, fast: Gigatoken, texts: Iterable[str]) -> str | None:
+    """The first text on which the engines differ, or None."""
+    return next((text for text in texts if not np.array_equal(reference.ids(text), fast.ids(text))), None)
+
+
+def failure(error: BaseException) -> RowError:
+    """A native failure as one row's `tokenizer` error; a KeyboardInterrupt and its like are raised as they are.
+
+    A panic in native code arrives as pyo3's PanicException, which is a BaseException and cannot be imported.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    first = (str(error).splitlines() or [""])[0]
+    return RowError("tokenizer", f"{type(error).__name__}: {first[:200]}")

@@ -25,10 +25,10 @@ from etl.errors import StorageError, UsageError
 from etl.records import ObjectInfo, ObjectRange, Partition
 from etl.storage import Storage, canonical_url
 
-READABLE: Final = re.compile(r"\.(jsonl|ndjson|json)(\.(gz|zst|bz2))?$", re.IGNORECASE)
+READABLE: Final = re.compile(r"\.(jsonl|ndjson|json)(\.(gz|zst|bz2))?\Z", re.IGNORECASE)
 """The endings of what is read under a folder."""
 
-_XZ_NAME: Final = re.compile(r"\.xz$", re.IGNORECASE)
+_XZ_NAME: Final = re.compile(r"\.xz\Z", re.IGNORECASE)
 _HEAD_BYTES: Final = 4096
 _LOOKS_AT_ONCE: Final = 32
 _BLANKS: Final = b" \t\r\n"
@@ -48,7 +48,7 @@ class Listing:
     compressed: frozenset[str] = frozenset()
 
 
-def find_objects(storage: Storage, inputs: Iterable[str], partition_bytes: int = 2**24) -> Listing:
+def find_objects(storage: Storage, inputs: Iterable[str], partition_bytes: int) -> Listing:
     """List the INPUTs afresh. Raises UsageError for an INPUT that holds nothing readable, or cannot be listed or read.
 
     The first bytes are looked at of the first object of each INPUT and of the objects above `partition_bytes`.
@@ -153,11 +153,11 @@ def _find_input(storage: Storage, url: str) -> tuple[list[ObjectInfo], list[str]
         seen = [info for info in storage.find(pattern[: pattern.index("*")]) if matches.fullmatch(info.url)]
         wanted = _pattern_filter(pattern)
     chosen = [info for info in seen if info.etag and wanted(info.url)]
-    if not chosen:
-        raise UsageError(_nothing_found(url, len(seen)))
     taken = {info.url for info in chosen}
     rest = [info.url for info in seen if info.url not in taken]
     _refuse_xz([*taken, *(name for name in rest if wanted(_XZ_NAME.sub("", name)))])
+    if not chosen:
+        raise UsageError(_nothing_found(url, len(seen)))
     _refuse_unprintable(taken)
     return chosen, rest
 

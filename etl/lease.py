@@ -25,9 +25,10 @@ _POLL_SECONDS: Final = 2.0
 class Lease:
     """This run's hold on an output. `lost` says why it is gone, once another run has taken it."""
 
-    def __init__(self, storage: Storage, url: str, run_id: str) -> None:
+    def __init__(self, storage: Storage, url: str, run_id: str, renew_seconds: float = RENEW_SECONDS) -> None:
         self._storage = storage
         self._url = url
+        self._renew_seconds = renew_seconds
         self._etag: str | None = None
         self._renewals = 0
         self._done = threading.Event()
@@ -81,7 +82,7 @@ class Lease:
             raise UsageError(f"{self._url}: another run began on this output a moment ago; wait for it") from error
 
     def _keep(self) -> None:
-        while not self._done.wait(RENEW_SECONDS):
+        while not self._done.wait(self._renew_seconds):
             self._renewals += 1
             try:
                 self._write(if_match=self._etag)

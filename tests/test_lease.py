@@ -1,0 +1,123 @@
+"""One run at a time writes an output: the dead are succeeded, the living respected."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etl import lease
+from etl.errors import LeaseLost, UsageError
+from etl.lease import Lease
+from etl.storage import Storage
+
+
+def silent(_text: str) -> None:
+    """Nobody listens."""
+
+
+def take(storage: Storage, url: str, run: str = "run-1", *, take_over: bool = False) -> Lease:
+    held = Lease(storage, url, run)
+    held.acquire(take_over=take_over, say=silent)
+    return held
+
+
+@pytest.fixture(params=["s3", "local"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"s3://{request.getfixturevalue('bucket')}/tokens/__etl/lease.json"
+    return str(tmp_path / "tokens" / "__etl" / "lease.json")
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return Storage()
+
+
+def write(storage: Storage, url: str, **holder: object) -> None:
+    storage.put(url, json.dumps({"run": "other", **holder}).encode())
+
+
+def test_a_lease_names_its_run_while_it_is_held_and_leaves_nothing_when_released(storage: Storage, url: str) -> None:
+    held = take(storage, url)
+    assert json.loads(storage.get(url) or b"")["run"] == "run-1"
+    assert json.loads(storage.get(url) or b"")["pid"] == os.getpid()
+    held.release()
+    assert storage.get(url) is None
+    assert storage.list(url.rpartition("/")[0]) == ()
+
+
+def test_a_live_run_on_this_machine_is_refused_at_once(storage: Storage, url: str) -> None:
+    held = take(storage, url)
+    with pytest.raises(UsageError, match=f"run-1.*pid {os.getpid()}.*wait for it to end"):
+        take(storage, url, "run-2")
+    assert json.loads(storage.get(url) or b"")["run"] == "run-1"
+    held.release()
+
+
+def test_a_dead_run_on_this_machine_is_succeeded_at_once(storage: Storage, url: str) -> None:
+    code = (
+        "import sys; from etl.lease import Lease; from etl.storage import Storage; import os\n"
+        "Lease(Storage(), sys.argv[1], 'dead').acquire(take_over=False, say=print); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code, url], check=False, cwd=Path(__file__).parents[1])
+    assert json.loads(storage.get(url) or b"")["run"] == "dead"
+    held = take(storage, url)
+    assert json.loads(storage.get(url) or b"")["run"] == "run-1"
+    held.release()
+
+
+def test_a_later_process_with_the_dead_one_s_pid_is_not_taken_for_it(storage: Storage, url: str) -> None:
+    held = take(storage, url)
+    holder = json.loads(storage.get(url) or b"")
+    held.release()
+    write(storage, url, **{**holder, "start": "1", "run": "other"})
+    take(storage, url).release()
+
+
+def test_another_machine_s_lease_is_waited_for_and_taken_when_it_was_not_renewed(
+    storage: Storage, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.0)
+    write(storage, url, host="elsewhere", boot="1", pid=1)
+    take(storage, url).release()
+
+
+def test_a_renewal_seen_while_waiting_is_refused(
+    storage: Storage, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(storage, url, host="elsewhere", boot="1", pid=1)
+    said: list[str] = []
+
+    def renew(text: str) -> None:
+        said.append(text)
+        write(storage, url, host="elsewhere", boot="1", pid=1, renewals=1)
+
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.01)
+    with pytest.raises(UsageError, match="host elsewhere, pid 1"):
+        Lease(storage, url, "run-1").acquire(take_over=False, say=renew)
+    assert "waiting up to" in said[0]
+
+
+def test_take_over_takes_it_and_the_robbed_run_stops(storage: Storage, url: str) -> None:
+    robbed = Lease(storage, url, "run-1", renew_seconds=0.01)
+    robbed.acquire(take_over=False, say=silent)
+    robber = None
+    while robber is None:  # the robbed run renews all the time: the take-over may need another try
+        try:
+            robber = take(storage, url, "robber", take_over=True)
+        except UsageError:
+            continue
+    thread = robbed._thread
+    assert thread is not None
+    thread.join(timeout=30)
+    with pytest.raises(LeaseLost, match="robber.*taken this output over"):
+        robbed.check()
+    robbed.release()
+    assert json.loads(storage.get(url) or b"")["run"] == "robber"
+    robber.release()
+    assert storage.get(url) is None

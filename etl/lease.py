@@ -44,6 +44,8 @@ class Lease:
         self.conditional = self._storage.supports_conditions(self._url.rpartition("/")[0])
         if not self.conditional:
             say("the store ignores conditional writes: two runs started in the same second would not see each other")
+        if take_over:
+            stat = self._storage.stat(self._url)  # its owner may have renewed it meanwhile
         self._write(if_match=stat.etag if stat else None, if_none_match=stat is None)
         self._thread = threading.Thread(target=self._keep, name="etl-lease", daemon=True)
         self._thread.start()

@@ -66,14 +66,18 @@ class _Row:
     cut: frozenset[int]
 
     def intervals(self, k: int) -> list[Span]:
-        """Where message k's text lies. What follows the loop belongs to a last turn that gets its end token there."""
-        owners = self.trace.owners
+        """Where message k's text lies, as the loops tell. An end token written behind the turn's own iteration, by the
+        next one or behind the loop, belongs to the turn."""
+        owners, text = self.trace.owners, self.trace.text
         found = [(start, end) for start, end, owner in owners if owner == k]
-        size = len(self.trace.text)
-        if found and k == len(self.messages) - 1 and found[-1][1] == owners[-1][1] < size:
-            start, end = found[-1]
-            if self.template.added_tokens.search(self.trace.text, end):
-                found[-1] = (start, size)
+        if not found:
+            return found
+        start, end = found[-1]
+        if k == len(self.messages) - 1 and end == owners[-1][1] < len(text):
+            if self.template.added_tokens.search(text, end):
+                found[-1] = (start, len(text))
+        elif self.template.late_ending and text.startswith(self.template.late_ending, end):
+            found[-1] = (start, end + len(self.template.late_ending))
         return found
 
 
@@ -270,7 +274,7 @@ def read_pieces(message: Message, template: ChatTemplate, *, open_prompt: bool, 
     count = len(calls) if isinstance(calls, list) else 0
     reasoning = _core(message, field or "reasoning_content")
     content = _text_of(message)
-    if field is None and reasoning is None:
+    if reasoning is None and (field is None or message.get(field) is None):
         inline = _inline_thought(content, open_prompt=open_prompt, cut=cut and not count)
         if inline is not None:
             (start, end), answer = inline
@@ -334,6 +338,8 @@ def _piece(message: Message, piece: tuple[str, int, int]) -> str:
 def _turns_by_form(row: _Row) -> dict[int, Turn] | None:
     """The turns of a row all of whose trained turns equal a known form; None where one does not."""
     forms: dict[tuple[bool, bool], list[Form]] | None = row.template.memory.get(_key(row, "forms"))
+    if not row.template.follows_loops:
+        return None
     if forms is None:
         return {} if not row.trained else None
     turns = {}
@@ -623,12 +629,10 @@ def _read_turn(
     row: _Row, k: int, pieces: Pieces, marks: _Marks, marked: _Marked | None
 ) -> tuple[Turn, Span | None, Span | None]:
     """The turn of message k, and where its reasoning and its answer lie. Raises RowError `mask`."""
-    intervals = tuple(row.intervals(k))
     if marked is None:
         raise RowError("mask", "the template changes text so that the parts of a message cannot be told in it")
+    intervals = _find_intervals(row, k, pieces, marks, marked)
     if not intervals:
-        if any(marked.places.get(mark) for piece in _names(pieces) for mark in marks.of.get((k, piece), ())):
-            raise RowError("mask", f"message {k} is rendered where it cannot be followed")
         return Turn(((0, 0),), 0, dropped=True), None, None
     spans = {name: _find_piece(marks.of.get((k, name)), marked, intervals) for name in _names(pieces)}
     text = row.trace.text
@@ -651,6 +655,56 @@ def _read_turn(
     if pieces.calls:
         turn = replace(turn, calls=_find_calls(row, turn, spans, last))
     return turn, reasoning, answer
+
+
+def _find_intervals(row: _Row, k: int, pieces: Pieces, marks: _Marks, marked: _Marked) -> tuple[Span, ...]:
+    """Where message k's text lies: as the loops tell, or, where its pieces lie elsewhere, around its pieces."""
+    intervals = row.intervals(k) if row.template.follows_loops else []
+    pairs = [pair for name in _names(pieces) if (pair := marks.of.get((k, name)))]
+    if intervals and (not pairs or any(_find_piece(pair, marked, intervals) for pair in pairs)):
+        return tuple(intervals)
+    bounds = _find_bounds(marks, marked)
+    if k not in bounds:
+        if pairs or row.template.follows_loops:
+            return tuple(intervals)  # nothing that it says was rendered
+        raise RowError("mask", f"message {k} says nothing by which it could be found in this template's text")
+    return (_turn_around(row, k, bounds),)
+
+
+def _find_bounds(marks: _Marks, marked: _Marked) -> dict[int, Span]:
+    """From the first to the last character that each message wrote, of those that left any."""
+    bounds: dict[int, Span] = {}
+    for (k, _), (left, right) in marks.of.items():
+        if left in marked.places and right in marked.places:
+            start = marked.places[left][0]
+            end = next((at for at in marked.places[right] if at > start), start)
+            low, high = bounds.get(k, (start, end))
+            bounds[k] = min(low, start), max(high, end)
+    return bounds
+
+
+def _turn_around(row: _Row, k: int, bounds: Mapping[int, Span]) -> Span:
+    """The turn around what message k wrote: from its role header to what ends a turn in this template."""
+    text, template = row.trace.text, row.template
+    start, end = bounds[k]
+    low = max((high for j, (_, high) in bounds.items() if j != k and high <= start), default=0)
+    high = min((first for j, (first, _) in bounds.items() if j != k and first >= end), default=len(text))
+    header = template.header(row.arguments)
+    at = text.rfind(header, low, start) if header else -1
+    if at < 0:
+        opener = next((m for m in THINK_OPEN.finditer(text, low, start) if text[m.end() : start].isspace()), None)
+        at = opener.start() if opener else start
+    if k == len(row.messages) - 1 and high == len(text):
+        return at, high
+    if template.ending and text.startswith(template.ending, end):
+        return at, end + len(template.ending)
+    close = THINK_CLOSE.match(text, _skip_blanks(text, end, high))
+    floor = close.end() if close else end
+    token = template.added_tokens.search(text, floor, high)
+    following = text.find(header, floor, high) if header else -1
+    if token is None or 0 <= following <= token.start():
+        return at, floor
+    return at, token.end()
 
 
 def _names(pieces: Pieces) -> list[str]:
@@ -696,7 +750,9 @@ def _find_end(row: _Row, intervals: Sequence[Span], floor: int, broken: Sequence
     text = row.trace.text
     for start, end in reversed(intervals):
         found = [m.span() for m in row.template.added_tokens.finditer(text, max(start, floor), end)]
-        found = [span for span in found if span[0] not in broken]
+        found = [
+            span for span in found if span[0] not in broken and text[span[0] : span[1]] not in row.template.openers
+        ]
         if found:
             return found[-1]
     return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -216,9 +217,15 @@ def _index(children: Sequence[nodes.Node], child: nodes.Node) -> int:
     return next(i for i, other in enumerate(children) if other is child)  # nodes compare by value
 
 
+_BUFFERED: Final = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
+
+
 def _is_buffered(node: nodes.Node) -> bool:
-    recursive = isinstance(node, nodes.For) and node.recursive
-    return recursive or isinstance(node, nodes.Macro | nodes.CallBlock | nodes.FilterBlock | nodes.AssignBlock)
+    return isinstance(node, _BUFFERED) or (isinstance(node, nodes.For) and node.recursive)
+
+
+def _has_events(node: nodes.Node) -> bool:
+    return any(isinstance(n.node, nodes.Tuple) and n.node.ctx == _EVENT for n in node.find_all(nodes.ExprStmt))
 
 
 def _loop_objects(loop: nodes.For) -> Iterator[nodes.Expr]:
@@ -266,6 +273,8 @@ def _read_events(context: _Context, index: Mapping[int, int], *, tagged: bool) -
             continue
         if at > since:
             if stack and stack[-1] >= 0:
+                if owners and owners[-1][1:] == (since, stack[-1]):
+                    since = owners.pop()[0]
                 owners.append((since, at, stack[-1]))
             since = at
         del stack[depth:]
@@ -302,10 +311,13 @@ class ChatTemplate:
         self.control_tokens = _alternatives(special_contents)
         self.control_prefixes = tuple({token[:2] for token in special_contents if token})
         self._environment = _environment(date)
-        self._root, self._globals, self._tagged = self._compile(source)
+        self._root, self._globals, self._tagged, self.hides_tags = self._compile(source)
         self._prompts: dict[str, tuple[str, str]] = {}
         self.memory: dict[Any, Any] = {}
         self.as_parts = False
+        self.follows_loops = True
+        self.ending = self.late_ending = ""
+        self.openers: frozenset[str] = frozenset()
         self.empty_thought = _empty_thought(())
         self._learn()
 
@@ -322,19 +334,19 @@ class ChatTemplate:
             config.template_kwargs,
         )
 
-    def _compile(self, source: str) -> tuple[Any, Mapping[str, Any], bool]:
+    def _compile(self, source: str) -> tuple[Any, Mapping[str, Any], bool, bool]:
+        """The template, its globals, whether `{% generation %}` bounds the trained text, and whether it is hidden."""
         try:
             tree = self._environment.parse(source)
-            tagged = any(
-                isinstance(node.node, nodes.Tuple) and node.node.ctx == _EVENT for node in tree.find_all(nodes.ExprStmt)
-            )
+            tagged = _has_events(tree)
+            hidden = any(_has_events(node) for node in tree.find_all(_BUFFERED))
             _instrument(tree)
             template = jinja2.Template.from_code(
                 self._environment, self._environment.compile(tree), self._environment.make_globals(None)
             )
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
             raise UsageError(f"the chat template cannot be compiled: {_one_line(error)}") from error
-        return template, template.globals, tagged
+        return template, template.globals, tagged and not hidden, hidden
 
     # --- rendering ---
 
@@ -439,6 +451,49 @@ class ChatTemplate:
             self.as_parts = self._renders(dialogue, answered)
         self._traits = TemplateTraits(self._find_reasoning_field(), self.opens_thinking)
         self.empty_thought = _empty_thought(self._find_thought())
+        self._learn_turns()
+        self.openers = self._find_openers()
+
+    def _learn_turns(self) -> None:
+        """Whether the loops tell whose text it is, and what ends a turn that another one follows."""
+        said = ("zq first", "zq second", "zq third", "zq fourth")
+        messages = [
+            {"role": "assistant" if i % 2 else "user", "content": content} for i, content in enumerate(said)
+        ]
+        traces = [self._try(messages[:n]) for n in (2, 4)]
+        if traces[0] is None or traces[1] is None or not all(content in traces[1].text for content in said):
+            return
+        short, long = traces
+        tail = short.text.rpartition(said[1])[2]
+        gap = long.text.partition(said[1])[2].partition(said[2])[0]
+        same = os.path.commonprefix([tail, gap])
+        tokens = [found.end() for found in self.added_tokens.finditer(same)]
+        self.ending = same[: tokens[-1]] if tokens else ""
+        at = long.text.find(said[1])
+        own = [(start, end) for start, end, owner in long.owners if owner == 1]
+        self.follows_loops = any(start <= at < end for start, end in own)
+        if own and tokens and own[-1][1] <= at + len(said[1]):
+            self.late_ending = self.ending
+
+    def _find_openers(self) -> frozenset[str]:
+        """Added tokens with which a tool's text begins: written behind a call, they are not what ended it."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+        messages = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "zq result", "tool_call_id": "call00000", "name": "f"},
+        ]
+        trace = self._try(messages)
+        start = next((start for start, _, owner in trace.owners if owner == 2), None) if trace else None
+        token = self.added_tokens.match(trace.text, start) if trace and start is not None else None
+        ends = {self.special_tokens.get("eos_token"), *self.added_tokens.findall(self.ending)}
+        return frozenset() if token is None or token[0] in ends else frozenset({token[0]})
+
+    def _try(self, messages: Sequence[Message]) -> Trace | None:
+        try:
+            return self.trace(self.prepare(messages), None, None, self.arguments)
+        except RowError:
+            return None
 
     def _find_thought(self) -> tuple[tuple[str, str], ...]:
         """What the template writes on either side of a thought, where that is no tag but a channel (gpt-oss)."""
@@ -446,11 +501,10 @@ class ChatTemplate:
         if field is None:
             return ()
         turn = {"role": "assistant", "content": "zq answer", field: "zq thought"}
-        try:
-            text = self.trace(self.prepare([{"role": "user", "content": "Hi"}, turn]), None, None, self.arguments).text
-        except RowError:
+        trace = self._try([{"role": "user", "content": "Hi"}, turn])
+        if trace is None:
             return ()
-        before, _, after = text.partition("zq thought")
+        before, _, after = trace.text.partition("zq thought")
         header = self.header(self.arguments)
         opener = before[before.rfind(header) + len(header) :].strip() if header and header in before else ""
         between = after.partition("zq answer")[0]
@@ -475,6 +529,16 @@ class ChatTemplate:
                 if self._renders([{"role": "user", "content": "Hi"}, turn], "zq thought", aliased=False):
                     return field
         return None
+
+    @property
+    def has_tags(self) -> bool:
+        """Whether `{% generation %}` blocks bound the trained text."""
+        return self._tagged
+
+    def shows(self, messages: Sequence[Message], wanted: str, times: int = 1) -> bool:
+        """Whether the template renders these messages, and `wanted` at least so many times in the text."""
+        trace = self._try(messages)
+        return trace is not None and trace.text.count(wanted) >= times
 
     def _renders(self, messages: Sequence[Message], wanted: str, *, aliased: bool = True) -> bool:
         shown = [_with_parts(m) for m in messages] if self.as_parts else list(messages)
@@ -529,3 +593,54 @@ def _alternatives(tokens: Iterable[str]) -> re.Pattern[str]:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:500]
+
+
+# --- what a run says before it starts ---
+
+
+def probe(template: ChatTemplate) -> list[str]:
+    """Plain notes on what the template does to trained text; none where it does nothing out of the ordinary.
+
+    Raises UsageError where no assistant turn can be found in what the template renders.
+    """
+    user, again = {"role": "user", "content": "zq question"}, {"role": "user", "content": "zq follow-up"}
+    answer = {"role": "assistant", "content": "zq answer"}
+    shown = template.shows([user, answer], "zq answer")
+    if not shown and not template.shows([{"role": "system", "content": "zq system"}, user, answer], "zq answer"):
+        raise UsageError("the chat template does not render what an assistant message says; give another --chat-template")
+    notes = []
+    if template.hides_tags:
+        notes.append("the template's {% generation %} blocks lie inside macros; the trained text is found without them")
+    elif template.has_tags:
+        notes.append("the template's {% generation %} blocks bound the trained text")
+    if not template.follows_loops:
+        notes.append("the template hides which message it renders; every row is rendered twice to follow the messages")
+    prompt, header = template.prompt(template.arguments), template.header(template.arguments)
+    if not prompt:
+        notes.append("the template has no generation prompt: turns are trained from their first character")
+    elif header and shown and not template.shows([user, answer], header):
+        notes.append(f"no turn begins with the generation prompt {header!r}: role headers may be trained")
+    return notes + _reasoning_notes(template, user, again)
+
+
+def _reasoning_notes(template: ChatTemplate, user: Message, again: Message) -> list[str]:
+    field = template.traits.reasoning_field
+    inline = {"role": "assistant", "content": "<think>\nzq thought\n</think>\n\nzq answer"}
+    thinking = inline if field is None else {"role": "assistant", "content": "zq answer", field: "zq thought"}
+    if not template.shows([user, thinking], "zq thought") and field is None:
+        return ["the template never renders reasoning: turns that have any are not trained"]
+    notes = []
+    if field is None:
+        notes.append(
+            "the template reads no reasoning field: inline <think> text stays; a turn whose reasoning comes in a field "
+            "is not trained, since it is left out"
+        )
+    if not template.shows([user, thinking], "zq thought"):
+        notes.append("the template renders reasoning beside tool calls only: other turns that have any are not trained")
+    elif not template.shows([user, thinking, again, thinking], "zq thought", 2):
+        keep = "--template-arg preserve_thinking=true or " if "preserve_thinking" in template.source else ""
+        notes.append(
+            "the template leaves out the reasoning of earlier turns, which are then not trained; "
+            f"{keep}--turns expand keeps it"
+        )
+    return notes

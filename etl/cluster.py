@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -183,7 +184,7 @@ class PartEngine(ArrowDatasetEngine):
     @classmethod
     def write_partition(cls, df: pd.DataFrame, *_args: Any, **_kwargs: Any) -> Any:
         """Rows in SCHEMA with a `Carried` in `attrs` -> the receipt, which is stored as well."""
-        carried: Carried = df.attrs["etl"]
+        carried: Carried = df.attrs.pop("etl")  # pyarrow would try to store it in the file
         source, clock = carried.source, carried.clock
         table = pa.Table.from_pandas(df, schema=output_schema(source.kit.config.keep_fields), preserve_index=False)
         return ledger.write_partition(
@@ -281,12 +282,14 @@ def part_futures(client: Client, partitions: Sequence[Partition], kit_name: str,
     schema = output_schema(config.keep_fields)
     # A frame without rows would be replaced by the meta, and its counts lost: so no enforcement.
     rows = lines.map_partitions(tokenize, meta=empty_frame(schema), enforce_metadata=False)
-    with dask.annotate(retries=RETRIES):
+    with warnings.catch_warnings():
+        # to_parquet asks for retries by an annotation that query planning ignores; client.get sets them below.
+        warnings.filterwarnings("ignore", message="Dask annotations", category=UserWarning)
         written = rows.to_parquet(
             str(config.output), engine=PartEngine, compute=False, write_index=False, write_metadata_file=False
         )
+        expression = written.optimize().expr.frame
     # Only optimize() fuses the three into one task a partition; its frame leaves the barrier out.
-    expression = written.optimize().expr.frame
     keys = [(expression._name, i) for i in range(len(partitions))]  # noqa: SLF001 - Dask's name for its own keys
     return client.get(expression.__dask_graph__(), keys, sync=False, retries=RETRIES)
 

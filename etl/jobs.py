@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from etl import cluster, ledger
 from etl.config import RunConfig
-from etl.errors import LeaseLost, UsageError
+from etl.errors import LeaseLost, StorageError, UsageError
 from etl.fingerprint import difference, digest, settings
 from etl.lease import Lease, hold
 from etl.ledger import Places, Plan
@@ -108,13 +108,20 @@ def survey(config: RunConfig) -> Survey:
     """Look at input, output and tokenizer; write nothing. Raises UsageError on whatever forbids a run."""
     if config.output is None:
         raise UsageError("name an OUTPUT, e.g. s3://bucket/tokens/")
-    check_apart(config.inputs, config.output)
-    storage, places = Storage.from_config(config), Places(canonical_url(config.output))
-    storage.check_writable(config.output)
+    try:
+        return _survey(config, config.output)
+    except StorageError as error:
+        raise UsageError(str(error)) from error
+
+
+def _survey(config: RunConfig, output: str) -> Survey:
+    check_apart(config.inputs, output)
+    storage, places = Storage.from_config(config), Places(canonical_url(output))
+    storage.check_writable(places.root)
     old = ledger.read_plan(storage, places)
     if old is None:
         _check_empty(storage, places)
-    listing = find_objects(storage, config.inputs)
+    listing = find_objects(storage, config.inputs, config.partition_size)
     spec = load_tokenizer(config)
     notes = probe(ChatTemplate.from_spec(spec, config))
     values = settings(spec, config)

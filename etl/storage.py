@@ -289,6 +289,7 @@ class _Local:
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
+                    file.flush()  # size and time as they stay, before they become the ETag
                     os.fchmod(file.fileno(), 0o666 & ~_umask())
                     etag = _local_etag(os.fstat(file.fileno()))
                 _replace(temporary, target, if_match, if_none_match)

@@ -116,3 +116,12 @@ def test_take_over_takes_it_and_the_robbed_run_stops(storage: Storage, url: str)
     assert json.loads(storage.get(url) or b"")["run"] == "robber"
     robber.release()
     assert storage.get(url) is None
+
+
+def test_a_lease_that_was_renewed_stays_with_its_run(storage: Storage, url: str) -> None:
+    held = Lease(storage, url, "run-1", renew_seconds=0.01)
+    held.acquire(take_over=False, say=silent)
+    while json.loads(storage.get(url) or b"")["renewals"] < 3:
+        held.check()
+    held.release()
+    assert storage.get(url) is None

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Template
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from etl.config import RunConfig
+from etl.conversation import parse_row
 from etl.records import TemplateTraits
 from tests.parsing import (
     DEEPSEEK_R1,
@@ -324,10 +333,53 @@ def test_calls_that_name_no_function_are_a_shape_fault(calls: Any) -> None:
 
 
 def test_the_row_that_was_read_is_not_changed() -> None:
-    from etl.config import RunConfig
-    from etl.conversation import parse_row
-
     row = {"messages": [user(), calling('{"x": 1}') | {"thinking": "R", "content": None, "weight": 0}]}
     before = repr(row)
     parse_row(row, RunConfig(input="x"), QWEN3)
     assert repr(row) == before
+
+
+# --- as templates render it
+
+
+@functools.cache
+def compiled(path: Path) -> Template:
+    """A template of the trl wheel, without the marks of what is trained."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["strftime_now"] = "2026-01-01".format
+    return environment.from_string(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", path.read_text(encoding="utf-8")))
+
+
+def rendered(name: str, message: dict[str, Any], traits: TemplateTraits, folder: Path) -> str:
+    """A user's and an assistant's message as the template writes them."""
+    conversation = row_of({"messages": [user(), message]}, traits)
+    template = compiled(folder / "templates" / f"{name}.jinja")
+    return template.render(messages=list(conversation.messages), bos_token="<s>")
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "reply"),
+    [
+        ("qwen3", "reasoning_content", "<think>\nR\n</think>\n\nok<|im_end|>"),
+        ("qwen3_6", "reasoning_content", "<think>\nR\n</think>\n\nok<|im_end|>"),
+        ("glm4moe", "reasoning_content", "<think>R</think>\nok"),
+        ("gptoss", "thinking", "analysis<|message|>R<|end|><|start|>assistant<|channel|>final<|message|>ok<|return|>"),
+        ("lfm2_2_5", "thinking", "<think>R</think>ok<|im_end|>"),
+        ("gemma4_v5", "reasoning", "<|channel>thought\nR\n<channel|>ok<turn|>"),
+        ("nemotron_3_super", "reasoning_content", "<think>\nR\n</think>\nok<|im_end|>"),
+    ],
+)
+def test_every_spelling_of_reasoning_renders_alike(name: str, field: str, reply: str, material: Path) -> None:
+    traits = TemplateTraits(field, QWEN3.opens_thinking)
+    texts = {rendered(name, message, traits, material).rstrip("\n") for message in SPELLINGS}
+    assert len(texts) == 1
+    assert texts.pop().endswith(reply)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_6", "glm4moe", "gemma4_v5"])
+def test_both_spellings_of_arguments_render_alike_and_unescaped(name: str, material: Path) -> None:
+    texts = {rendered(name, calling(spelled), QWEN3, material) for spelled in ('{"a": "Málaga"}', {"a": "Málaga"})}
+    (text,) = texts
+    assert "Málaga" in text
+    assert "\\" not in text

@@ -4,7 +4,9 @@
         ─encode→ token ids + token ends ─mask→ Example ─table→ pa.Table[SCHEMA] ─to_parquet→ one part on s3, one receipt
 
     from etl import RunConfig, run
-    result = run(RunConfig(input="s3://bucket/completions/", output="s3://bucket/tokens/", tokenizer="Qwen/Qwen3.6-27B"))
+    result = run(
+        RunConfig(input="s3://bucket/completions/", output="s3://bucket/tokens/", tokenizer="Qwen/Qwen3.6-27B")
+    )
 
 Everything public is imported on first use, so that a worker that needs the stages alone loads no more than them.
 """
@@ -16,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from etl.config import RunConfig
-    from etl.jobs import PlanResult, RunResult, normalize, plan, run
+    from etl.inspection import normalize
+    from etl.jobs import PlanResult, RunResult, plan, run
     from etl.schema import SCHEMA
 
 __all__ = ["SCHEMA", "PlanResult", "RunConfig", "RunResult", "normalize", "plan", "run"]
@@ -27,7 +30,7 @@ _HOMES = {
     "SCHEMA": "schema",
     "PlanResult": "jobs",
     "RunResult": "jobs",
-    "normalize": "jobs",
+    "normalize": "inspection",
     "plan": "jobs",
     "run": "jobs",
 }

@@ -18,12 +18,12 @@ from typing import Any, Final
 import dask
 import dask.dataframe as dd
 import pandas as pd
-import psutil
 import pyarrow as pa
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 from distributed import Client, LocalCluster, WorkerPlugin, as_completed, get_worker, performance_report
 from distributed.metrics import context_meter
 from distributed.security import Security
+from distributed.system import MEMORY_LIMIT
 from distributed.utils import get_mp_context
 
 from etl import ledger
@@ -140,7 +140,7 @@ def tokenize(opened: pd.DataFrame) -> pd.DataFrame:
     source: OpenPartition = opened["batches"].iloc[0]
     clock = StageClock()
     outcome = transform(source.batches, source.kit, clock)
-    frame = outcome.table.to_pandas(types_mapper=pd.ArrowDtype)
+    frame: pd.DataFrame = outcome.table.to_pandas(types_mapper=pd.ArrowDtype)
     frame.attrs["etl"] = Carried(source, outcome, clock)
     return frame
 
@@ -253,7 +253,7 @@ def memory_limit(config: RunConfig, workers: int) -> int:
     """
     if config.memory_limit is not None:
         return int(config.memory_limit)
-    return max(2**30, int(psutil.virtual_memory().total * 0.9 / workers))
+    return max(2**30, int(MEMORY_LIMIT * 0.9 / workers))
 
 
 def _free_address(address: str) -> str:
@@ -278,7 +278,9 @@ def ship(client: Client, name: str, spec: TokenizerSpec, config: RunConfig) -> N
 
 def part_futures(client: Client, partitions: Sequence[Partition], kit_name: str, config: RunConfig) -> Any:
     """One future a partition, each resolving to its receipt, from the optimised `to_parquet` expression."""
-    lines = dd.from_map(read, partitions, kit_name=kit_name, meta=pd.DataFrame({"batches": pd.Series([], dtype=object)}))
+    lines = dd.from_map(
+        read, partitions, kit_name=kit_name, meta=pd.DataFrame({"batches": pd.Series([], dtype=object)})
+    )
     schema = output_schema(config.keep_fields)
     # A frame without rows would be replaced by the meta, and its counts lost: so no enforcement.
     rows = lines.map_partitions(tokenize, meta=empty_frame(schema), enforce_metadata=False)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from etl.embedded import start_server
 from etl.errors import UsageError
+from etl.records import TokenizerSpec
 from etl.tokenizer import load_named
 
 BUCKET: Final = "demo"
@@ -32,26 +33,33 @@ CREDENTIALS: Final = {
 """Any will do: the embedded server checks none."""
 
 
-def play(*, keep_running: bool, command: Callable[[list[str]], int], show: Callable[[pa.Table, Any], None]) -> int:
+def play(
+    *,
+    keep_running: bool,
+    command: Callable[[list[str]], int],
+    say: Callable[[str], None],
+    show: Callable[[pa.Table, TokenizerSpec], None],
+) -> int:
     """Upload the sample, run the command line on it, copy the output out, show two rows; returns the exit code.
 
-    `command` is the command line's own entry, so that the demo goes the way a user's run goes; `show` prints rows.
+    `command` is the command line's own entry, so that the demo goes the way a user's run goes; `say` prints a line,
+    `show` rows.
     """
     began = time.monotonic()
     with start_server() as endpoint, _environment({**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}):
         client = _client(endpoint)
         uploaded = _upload_sample(client)
-        print(f"embedded S3 server at {endpoint}, {uploaded} objects in s3://{BUCKET}/completions/")
+        say(f"embedded S3 server at {endpoint}, {uploaded} objects in s3://{BUCKET}/completions/")
         words = ["run", f"s3://{BUCKET}/completions/", f"s3://{BUCKET}/tokens/", "--tokenizer", TOKENIZER]
-        print(f"$ python -m etl {' '.join(words)}\n")
+        say(f"$ python -m etl {' '.join(words)}\n")
         # The sample carries a few bad lines on purpose: under 1 %.
         exit_code = command([*words, "--workers", "2"])
         copied = _copy_output(client, COPY)
         if exit_code == 0:
             show(pq.read_table(copied[0]).slice(0, 2), load_named(TOKENIZER))
-        print(_farewell(len(copied), time.monotonic() - began))
+        say(_farewell(len(copied), time.monotonic() - began))
         if keep_running:
-            print(f"\nserver stays up at {endpoint} until Ctrl-C (credentials: any)")
+            say(f"\nserver stays up at {endpoint} until Ctrl-C (credentials: any)")
             with contextlib.suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(3600)
@@ -74,7 +82,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 def _client(endpoint: str) -> Any:
     try:
-        import boto3  # noqa: PLC0415 - only the demo makes buckets
+        import boto3  # only the demo makes buckets
     except ImportError as error:
         raise UsageError("the demo needs its own packages: pip install 'etl[demo]'") from error
     return boto3.client("s3", endpoint_url=endpoint)
@@ -109,4 +117,4 @@ output copied to {COPY.resolve()}/ ({parts} parts, __etl/ holds plan, receipts a
 
 look at it:       python -c "import pandas; print(pandas.read_parquet('{COPY}/', columns=['id', 'n_tokens']))"
 your own bucket:  python -m etl run s3://YOUR-BUCKET/completions/ s3://YOUR-BUCKET/tokens/ --tokenizer Qwen/Qwen3.6-27B
-look before:      python -m etl plan s3://YOUR-BUCKET/completions/ s3://YOUR-BUCKET/tokens/ --tokenizer Qwen/Qwen3.6-27B"""
+look before:      the same with `plan` for `run`"""

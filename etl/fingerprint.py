@@ -55,6 +55,9 @@ def digest(values: Mapping[str, Any]) -> str:
     return _sha256(json.dumps(values, sort_keys=True, separators=(",", ":")))
 
 
+_SHOWN: Final = 40
+
+
 def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The first few options that differ, each as `name (was …, is …)`."""
     changed = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
@@ -63,7 +66,7 @@ def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 40 else text[:12] + "…"
+    return text if len(text) <= _SHOWN else text[:12] + "…"
 
 
 def _sha256(text: str) -> str:

@@ -7,7 +7,7 @@ import datetime
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,8 +26,6 @@ from etl.watcher import Watcher
 
 LIMIT_AFTER: Final = 10_000
 """Candidates before the reject limit may end a run early."""
-
-LOW_TRAINED_SHARE: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +169,7 @@ def _grown_plan(old: Plan, listing: Listing, config: RunConfig, values: Mapping[
             seen = "is gone" if now is None else f"changed (ETag was {was[0]}, is {now[0]})"
             raise UsageError(f"input object {url} {seen} since OUTPUT was planned; restore it, or use another OUTPUT")
     fresh = [o for o in listing.objects if o.url not in planned]
-    partitions = append_partitions(
-        old.partitions, fresh, config.partition_size, fingerprint, listing.compressed
-    )
+    partitions = append_partitions(old.partitions, fresh, config.partition_size, fingerprint, listing.compressed)
     return dataclasses.replace(old, partitions=tuple(partitions), passed_over=listing.passed_over)
 
 
@@ -212,9 +208,7 @@ def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
 
 def _hold_and_run(seen: Survey, watcher: Watcher) -> RunResult:
     run_id = new_run_id()
-    with hold(
-        seen.storage, seen.places.lease, run_id, take_over=seen.config.take_over, say=watcher.say
-    ) as lease:
+    with hold(seen.storage, seen.places.lease, run_id, take_over=seen.config.take_over, say=watcher.say) as lease:
         # Another run may have worked here between the look and the lease.
         books = Books(_look_again(seen))
         books.open()
@@ -335,7 +329,8 @@ class Books:
             return None
         return (
             f"{rejected} of {candidates} candidates were rejected ({rejected / candidates:.2%}), more than "
-            f"--max-reject-share {limit:g}; look into {self.places.ledger}/rejects/, then raise the limit or mend the input"
+            f"--max-reject-share {limit:g}; look into {self.places.ledger}/rejects/, "
+            "then mend the input or raise the limit"
         )
 
     def _totals(self) -> RunResult:
@@ -344,8 +339,10 @@ class Books:
         for receipt in receipts:
             reasons.update(receipt["reasons"])
         counted = ("lines", "blank", "candidates", "rows", "rejected", "tokens", "loss_tokens")
+        counted_too = ("verified_rows", "mismatched_rows")
+        totals: dict[str, Any] = {name: _total(receipts, name) for name in (*counted, *counted_too)}
         return RunResult(
-            **{name: _total(receipts, name) for name in (*counted, "verified_rows", "mismatched_rows")},
+            **totals,
             reasons=dict(sorted(reasons.items())),
             parts=sum(receipt["part"] is not None for receipt in receipts),
             partitions=len(self.seen.plan.partitions),

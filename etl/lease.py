@@ -63,7 +63,9 @@ class Lease:
     def _wait_until_stale(self, holder: dict[str, Any], stat: ObjectStat, say: Callable[[str], None]) -> ObjectStat:
         left = EXPIRE_SECONDS - (stat.now - stat.modified)
         if left > 0:
-            say(f"{_describe(holder, self._url)} may be at work on this output; waiting up to {left:.0f} s (--take-over)")
+            say(
+                f"{_describe(holder, self._url)} may be at work here; waiting up to {left:.0f} s (--take-over)"
+            )
         while stat.now - stat.modified < EXPIRE_SECONDS:
             time.sleep(_POLL_SECONDS)
             now = self._storage.stat(self._url)
@@ -118,9 +120,7 @@ class Lease:
 
 
 @contextlib.contextmanager
-def hold(
-    storage: Storage, url: str, run_id: str, *, take_over: bool, say: Callable[[str], None]
-) -> Iterator[Lease]:
+def hold(storage: Storage, url: str, run_id: str, *, take_over: bool, say: Callable[[str], None]) -> Iterator[Lease]:
     """The lease at `url` for as long as the context lasts."""
     lease = Lease(storage, url, run_id)
     lease.acquire(take_over=take_over, say=say)

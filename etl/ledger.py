@@ -93,7 +93,7 @@ class StageSeconds(Protocol):
         """Count the time spent inside as `stage`."""
 
 
-def write_partition(  # noqa: PLR0913 - one call site, each a different thing
+def write_partition(
     storage: Storage,
     config: RunConfig,
     fingerprint: str,
@@ -222,14 +222,22 @@ class Plan:
             version, fingerprint, settings = record["version"], record["fingerprint"], record["settings"]
             inputs, passed_over = tuple(record["inputs"]), tuple(record["passed_over"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{where} is not a plan that etl wrote ({type(error).__name__}); see --overwrite") from error
+            raise UsageError(
+                f"{where} is not a plan that etl wrote ({type(error).__name__}); see --overwrite"
+            ) from error
         if version != VERSION:
             raise UsageError(f"{where} has version {version}, this etl writes {VERSION}; use the etl that wrote it")
         return cls(fingerprint, settings, inputs, partitions, passed_over)
 
     @classmethod
-    def of(cls, listing: Listing, partitions: Sequence[Partition], config: RunConfig, fingerprint: str,
-           settings: Mapping[str, Any]) -> Plan:
+    def of(
+        cls,
+        listing: Listing,
+        partitions: Sequence[Partition],
+        config: RunConfig,
+        fingerprint: str,
+        settings: Mapping[str, Any],
+    ) -> Plan:
         """A new plan over a listing."""
         return cls(fingerprint, settings, config.inputs, tuple(partitions), listing.passed_over)
 
@@ -241,7 +249,7 @@ def read_plan(storage: Storage, places: Places) -> Plan | None:
 
 
 def read_receipts(storage: Storage, places: Places, plan: Plan) -> dict[str, dict[str, Any]]:
-    """stem -> receipt of every partition of the plan that is done: part in place, with the size that it names."""
+    """Stem -> receipt of every partition of the plan that is done: part in place, with the size that it names."""
     sizes = {info.url: info.size for info in storage.list(places.root)}
     stems = [p.stem for p in plan.partitions if places.receipt(p.stem) in sizes]
     with ThreadPoolExecutor(32) as pool:
@@ -276,7 +284,18 @@ def _numbered(record: dict[str, Any], before: int) -> dict[str, Any]:
 
 def write_success(storage: Storage, places: Places, plan: Plan, totals: Mapping[str, Any]) -> None:
     """Say that every partition of the plan is done, with the counts that only the output decides."""
-    lasting = ("lines", "blank", "candidates", "rows", "rejected", "reasons", "tokens", "loss_tokens", "parts", "partitions")
+    lasting = (
+        "lines",
+        "blank",
+        "candidates",
+        "rows",
+        "rejected",
+        "reasons",
+        "tokens",
+        "loss_tokens",
+        "parts",
+        "partitions",
+    )
     record = {"version": VERSION, "fingerprint": plan.fingerprint} | {name: totals[name] for name in lasting}
     storage.put(places.success, encode_json(record))
 

@@ -1,6 +1,6 @@
 """Batches of lines -> Outcome: the stages composed for one partition, as a plain function without Dask.
 
-    parse → render → encode (ids and mask) → judge → table, batch by batch, so that only the result grows
+parse → render → encode (ids and mask) → judge → table, batch by batch, so that only the result grows
 """
 
 from __future__ import annotations

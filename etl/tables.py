@@ -21,9 +21,7 @@ ROW_GROUP_BYTES: Final = 32 * 2**20
 ZSTD_LEVEL: Final = 3
 
 
-def build_table(
-    conversations: Sequence[Conversation], encoded: Encoded, keep: tuple[str, ...] = ()
-) -> pa.Table:
+def build_table(conversations: Sequence[Conversation], encoded: Encoded, keep: tuple[str, ...] = ()) -> pa.Table:
     """One row a conversation, in order, with a column for each field of `keep`.
 
     The lists are views of the batch's buffers: Python lists would be 20 times slower.
@@ -119,4 +117,5 @@ def _bytes_per_row(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
         widths = pc.binary_length(column)
     else:
         return np.full(len(column), kind.bit_width // 8, np.int64)
-    return pc.fill_null(widths, 0).to_numpy().astype(np.int64)
+    filled: npt.NDArray[np.int64] = pc.fill_null(widths, 0).to_numpy().astype(np.int64)
+    return filled

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from etl.config import CHOICES, RunConfig
 from etl.errors import EtlError, UsageError
+from etl.records import TokenizerSpec
 from etl.watcher import Watcher
 
 NOT_YET: Final[Mapping[str, object]] = {}
@@ -29,6 +31,9 @@ LATER: Final = ("preview", "check", "report", "doctor", "export")
 """Commands of the contract that are not built yet."""
 
 PLAIN_PROGRESS_SECONDS: Final = 10.0
+
+LOW_TRAINED_SHARE: Final = 0.05
+"""Below this share of trained tokens something is wrong with mask or template more often than not."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,7 +85,7 @@ def _explain(error: EtlError, *, debug: bool) -> None:
 def _terminated_as_interrupt() -> Iterator[None]:
     """SIGTERM ends a command the way Ctrl-C does: exit 130, resumable."""
 
-    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -96,7 +101,7 @@ def _terminated_as_interrupt() -> Iterator[None]:
 def run_command(words: list[str]) -> int:
     """`etl run INPUT [INPUT …] OUTPUT --tokenizer NAME_OR_FOLDER`."""
     config, flags = parse_run(words, "etl run")
-    from etl import jobs  # noqa: PLC0415 - Dask takes a second to import; wrong usage should not wait for it
+    from etl import jobs  # Dask takes a second to import; wrong usage should not wait for it
 
     watcher = Watcher() if flags.quiet else ProgressWatcher()
     try:
@@ -117,11 +122,11 @@ def run_command(words: list[str]) -> int:
 def plan_command(words: list[str]) -> int:
     """`etl plan …as run…`: what would be read, how it is cut, what is done."""
     config, flags = parse_run(words, "etl plan")
-    from etl import jobs  # noqa: PLC0415 - as above
+    from etl import jobs
 
     found = jobs.plan(config)
     if not flags.quiet:
-        print_plan(found, config)
+        print_plan(found)
     if flags.json:
         print(json.dumps(dataclasses.asdict(found)))
     return 0
@@ -133,9 +138,9 @@ def demo_command(words: list[str]) -> int:
     parser.add_argument("--keep-running", action="store_true", help="leave server and dashboard up until Ctrl-C")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     flags = parser.parse_args(words)
-    from etl import demo  # noqa: PLC0415 - as above
+    from etl import demo
 
-    return demo.play(keep_running=flags.keep_running, command=main)
+    return demo.play(keep_running=flags.keep_running, command=main, say=print_line, show=print_rows)
 
 
 COMMANDS: Final[Mapping[str, Callable[[list[str]], int]]] = {
@@ -255,11 +260,10 @@ def parse_run(words: Sequence[str], prog: str) -> tuple[RunConfig, argparse.Name
 
 
 def _read_config_file(path: str) -> dict[str, Any]:
-    import yaml  # noqa: PLC0415 - only with --config
+    import yaml
 
     try:
-        with open(path, encoding="utf-8") as file:
-            values = yaml.safe_load(file)
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {' '.join(str(error).split())}") from error
     known = {f.name for f in dataclasses.fields(RunConfig)}
@@ -342,20 +346,47 @@ def print_summary(result: Any) -> None:
     out = Console(highlight=False, soft_wrap=True)
     share = f"{result.trained_share:.1%}"
     out.print(f"{result.rows:,} rows, {result.tokens:,} tokens, {result.loss_tokens:,} trained ({share})", markup=False)
-    if result.tokens and result.trained_share < 0.05:
-        out.print(f"WARNING: only {share} of the tokens are trained; look at the mask before you train", style="bold red")
+    if result.tokens and result.trained_share < LOW_TRAINED_SHARE:
+        out.print(
+            f"WARNING: only {share} of the tokens are trained; look at the mask before you train", style="bold red"
+        )
     reasons = ", ".join(f"{count} {reason}" for reason, count in result.reasons.items())
-    rejected = f"{result.rejected:,} rejected" + (f" ({reasons}), see {result.output.rstrip('/')}/__etl/rejects/" if reasons else "")
+    rejected = f"{result.rejected:,} rejected" + (
+        f" ({reasons}), see {result.output.rstrip('/')}/__etl/rejects/" if reasons else ""
+    )
     out.print(f"{result.lines:,} lines, {result.blank:,} blank, {rejected}", markup=False)
     before = f", {result.partitions_done_before} done before" if result.partitions_done_before else ""
-    out.print(f"{result.parts:,} parts of {result.partitions:,} partitions{before} in {result.seconds:.1f} s", markup=False)
-    out.print(f"engine {result.engine or 'none'}, {result.verified_rows:,} rows verified against transformers, "
-              f"{result.mismatched_rows} differed", markup=False)
+    out.print(
+        f"{result.parts:,} parts of {result.partitions:,} partitions{before} in {result.seconds:.1f} s", markup=False
+    )
+    out.print(
+        f"engine {result.engine or 'none'}, {result.verified_rows:,} rows verified against transformers, "
+        f"{result.mismatched_rows} differed",
+        markup=False,
+    )
     out.print(f"output {result.output.rstrip('/')}/*.parquet", markup=False)
 
 
-def print_plan(found: Any, config: RunConfig) -> None:
+def print_line(text: str) -> None:
+    """One line on standard output, at once."""
+    print(text, flush=True)
+
+
+def print_rows(table: Any, spec: TokenizerSpec) -> None:
+    """Every row of a small table as text: trained tokens green, the others grey."""
+    from etl.viewer import row_title, stretches, visible
+
+    out = Console(highlight=False, soft_wrap=True)
+    for row in table.to_pylist():
+        out.print(f"\n{row_title(row)} (green: trained)", style="bold", markup=False)
+        for stretch in stretches(row["input_ids"], row["loss_mask"], spec):
+            out.print(visible(stretch.text), style="green" if stretch.trained else "bright_black", end="", markup=False)
+        out.print()
+
+
+def print_plan(found: Any) -> None:
     """What a run would do, for people."""
-    print(f"{found.objects:,} objects, {found.bytes:,} bytes, {found.partitions:,} partitions, {found.partitions_done:,} done")
+    print(f"{found.objects:,} objects, {found.bytes:,} bytes")
+    print(f"{found.partitions:,} partitions, {found.partitions_done:,} done")
     for url in found.passed_over:
         print(f"passed over: {url}")

@@ -87,9 +87,7 @@ def test_another_machine_s_lease_is_waited_for_and_taken_when_it_was_not_renewed
     take(storage, url).release()
 
 
-def test_a_renewal_seen_while_waiting_is_refused(
-    storage: Storage, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_renewal_seen_while_waiting_is_refused(storage: Storage, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write(storage, url, host="elsewhere", boot="1", pid=1)
     said: list[str] = []
 
@@ -110,7 +108,7 @@ def test_take_over_takes_it_and_the_robbed_run_stops(storage: Storage, url: str)
     thread = robbed._thread
     assert thread is not None
     thread.join(timeout=30)
-    with pytest.raises(LeaseLost, match="robber.*taken this output over"):
+    with pytest.raises(LeaseLost, match=r"robber.*taken this output over"):
         robbed.check()
     robbed.release()
     assert json.loads(storage.get(url) or b"")["run"] == "robber"

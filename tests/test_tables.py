@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +46,8 @@ def test_kept_fields_are_further_string_columns() -> None:
 
 def test_truncation_cuts_ids_and_mask_of_a_row_alike() -> None:
     cut = tables.truncate(batch(([1, 2, 3], [0, 1, 1]), ([4], [1]), ([5, 6], [1, 0])), 2)
-    assert (cut.ids.tolist(), cut.mask.tolist(), cut.splits.tolist()) == ([1, 2, 4, 5, 6], [0, 1, 1, 1, 0], [0, 2, 3, 5])
+    assert (cut.ids.tolist(), cut.mask.tolist()) == ([1, 2, 4, 5, 6], [0, 1, 1, 1, 0])
+    assert cut.splits.tolist() == [0, 2, 3, 5]
 
 
 def test_selection_keeps_whole_rows() -> None:
@@ -82,7 +84,7 @@ def test_row_groups_stay_within_32_mib_of_data() -> None:
     table = tables.build_table([conversation(str(i)) for i in range(rows)], encoded)
     groups = list(tables.row_groups(table))
     assert [groups[0][0], groups[-1][1]] == [0, rows]
-    assert all(stop == start for (_, stop), (start, _) in zip(groups, groups[1:], strict=False))
+    assert all(stop == start for (_, stop), (start, _) in pairwise(groups))
     assert max(stop - start for start, stop in groups) * tokens * 5 <= tables.ROW_GROUP_BYTES
     assert len(groups) == 3
 
@@ -91,7 +93,7 @@ def test_a_row_larger_than_a_row_group_is_a_group_alone() -> None:
     ids = np.zeros(7 * 2**20, np.int32)
     table = tables.build_table(
         [conversation("big"), conversation("small")],
-        Encoded(np.append(ids, 1).astype(np.int32), np.ones(len(ids) + 1, np.int8), np.array([0, len(ids), len(ids) + 1])),
+        Encoded(np.append(ids, np.int32(1)), np.ones(len(ids) + 1, np.int8), np.array([0, len(ids), len(ids) + 1])),
     )
     assert list(tables.row_groups(table)) == [(0, 1), (1, 2)]
 

@@ -283,10 +283,42 @@ KEYS = st.sampled_from(
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=25
 )
-MESSAGES = st.dictionaries(KEYS, VALUES, max_size=4).flatmap(
-    lambda more: st.sampled_from([{}, user(), assistant(), assistant("<think>x</think>y")]).map(lambda m: {**more, **m})
+TEXTS = st.text(max_size=8) | st.sampled_from(
+    ["<think>\nx\n</think>\n\ny", "x</think>y", "<think>x", "<|im_end|>", "\n", " ", "a\u0000b", '{"a": "\\ud83d"}']
 )
-ROWS = st.dictionaries(KEYS, VALUES | st.lists(MESSAGES | SCALARS, max_size=4), max_size=6)
+CALLS = st.fixed_dictionaries({"name": TEXTS, "arguments": TEXTS | st.dictionaries(TEXTS, VALUES, max_size=2)})
+GOOD_MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "assistant", "tool"]), "content": TEXTS | st.none()},
+    optional={
+        "reasoning_content": TEXTS | st.none(),
+        "thinking": TEXTS,
+        "tool_calls": st.lists(CALLS, max_size=2),
+        "train": st.booleans(),
+        "weight": st.sampled_from([0, 1, 0.5]),
+        "finish_reason": st.sampled_from(["stop", "length"]),
+        "name": SCALARS,
+        "extra": VALUES,
+    },
+)
+CHATS = st.lists(GOOD_MESSAGES, min_size=1, max_size=5)
+WILD_MESSAGES = st.dictionaries(KEYS, VALUES, max_size=4) | SCALARS
+NEAR_ROWS = st.fixed_dictionaries(
+    {"messages": CHATS},
+    optional={
+        "prompt": CHATS | TEXTS,
+        "completion": CHATS | TEXTS | st.none(),
+        "choices": st.lists(st.fixed_dictionaries({"message": GOOD_MESSAGES | WILD_MESSAGES}), max_size=3),
+        "response": st.fixed_dictionaries({"choices": st.lists(st.fixed_dictionaries({"message": GOOD_MESSAGES}))}),
+        "finish_reason": st.sampled_from(["stop", "length"]),
+        "tools": st.lists(st.dictionaries(KEYS, VALUES, max_size=2), max_size=2) | st.sampled_from(["", "[", 7]),
+        "chat_template_kwargs": st.dictionaries(KEYS | st.just("enable_thinking"), SCALARS, max_size=2),
+        "usage": VALUES,
+        "id": SCALARS,
+        "kept": VALUES,
+    },
+)
+WILD_ROWS = st.dictionaries(KEYS, VALUES | st.lists(GOOD_MESSAGES | WILD_MESSAGES, max_size=4), max_size=6)
+ROWS = NEAR_ROWS | NEAR_ROWS | WILD_ROWS | VALUES
 OPTIONS = st.fixed_dictionaries(
     {
         "shape": st.sampled_from(["auto", "auto", "messages", "prompt", "conversations", "alpaca", "batch", "choices"]),
@@ -321,14 +353,14 @@ def require_a_reading(row: Any, options: dict[str, Any]) -> None:
         assert repr(parse_line(raw, traits, **options)) == repr(items)
 
 
-@given(ROWS | VALUES, OPTIONS)
+@given(ROWS, OPTIONS)
 @settings(max_examples=150, deadline=None)
 def test_any_json_gives_rows_or_rejects(row: Any, options: dict[str, Any]) -> None:
     require_a_reading(row, options)
 
 
 @pytest.mark.long
-@given(ROWS | VALUES, OPTIONS)
+@given(ROWS, OPTIONS)
 @settings(max_examples=10_000, deadline=None)
 def test_any_of_ten_thousand_hostile_objects_gives_rows_or_rejects(row: Any, options: dict[str, Any]) -> None:
     require_a_reading(row, options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 from etl.config import RunConfig
@@ -64,12 +64,17 @@ class _Row:
     trace: Trace
     trained: tuple[int, ...]
     cut: frozenset[int]
+    owned: dict[int, list[Span]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for start, end, owner in self.trace.owners:
+            self.owned.setdefault(owner, []).append((start, end))
 
     def intervals(self, k: int) -> list[Span]:
         """Where message k's text lies, as the loops tell. An end token written behind the turn's own iteration, by the
         next one or behind the loop, belongs to the turn."""
         owners, text = self.trace.owners, self.trace.text
-        found = [(start, end) for start, end, owner in owners if owner == k]
+        found = list(self.owned.get(k, ()))
         if not found:
             return found
         start, end = found[-1]
@@ -88,7 +93,7 @@ class Turn:
     `intervals`: the turn's text; `header_end`: where the assistant's text begins; `opener`: the tag that opens a
     thought, with its newline; `thought_end`: behind the tag that closes it, its blanks included; `empty`: an empty
     think block; `calls`: the tool calls; `end`: the end token; `last`: behind the last piece that a message wrote.
-    `dropped`: the template left out a piece.
+    `dropped`: the template left out a piece. `foreign`: what other messages wrote inside the turn's text.
     """
 
     intervals: tuple[Span, ...]
@@ -100,6 +105,7 @@ class Turn:
     end: Span | None = None
     last: int | None = None
     dropped: bool = False
+    foreign: tuple[Span, ...] = ()
 
     @property
     def stop(self) -> int:
@@ -226,7 +232,7 @@ def mask(turn: Turn, config: RunConfig, cut: int | None = None) -> list[Span]:
     """The trained spans of one turn, by the contract's table; `cut`: where the generated text of a cut turn ends."""
     if turn.dropped:
         return []
-    out: list[Span] = []
+    out = list(turn.foreign)
     if turn.empty and not config.train_empty_think:
         out.append(turn.empty)
     if turn.opener and config.no_train_think_open:
@@ -279,6 +285,8 @@ def read_pieces(message: Message, template: ChatTemplate, *, open_prompt: bool, 
         if inline is not None:
             (start, end), answer = inline
             thought = _core_within(content, start, end)
+            if cut and thought is None and not content[answer:].strip():
+                return Pieces(None, _named(_core_within(content, 0, len(content))), count)  # a bare tag was generated
             return Pieces(thought and ("content", *thought), _named(_core_within(content, answer, len(content))), count)
     return Pieces(reasoning, _named(_core_within(content, 0, len(content))), count)
 
@@ -327,8 +335,8 @@ def _inline_thought(content: str, *, open_prompt: bool, cut: bool) -> tuple[Span
 
 
 def _piece(message: Message, piece: tuple[str, int, int]) -> str:
-    field, start, end = piece
-    text = _text_of(message) if field == "content" else message[field]
+    name, start, end = piece
+    text = _text_of(message) if name == "content" else message[name]
     return text[start:end] if end - start < len(text) else text
 
 
@@ -417,7 +425,7 @@ def _to_places(turn: Turn) -> list[int | None]:
 
 def _remember(row: _Row, turn: Turn, pieces: Pieces, reasoning: Span | None, answer: Span | None) -> None:
     """Keep the form of a turn whose text is one stretch without tool calls."""
-    if len(turn.intervals) != 1 or pieces.calls or (reasoning and answer and reasoning[1] > answer[0]):
+    if len(turn.intervals) != 1 or pieces.calls or turn.foreign or (reasoning and answer and reasoning[1] > answer[0]):
         return
     start, end = turn.intervals[0]
     text = row.trace.text
@@ -496,10 +504,12 @@ def _render_carefully(row: _Row, *, typed: bool) -> Rendered:
     literal, counts = _judge_control_tokens(row, marked, typed=typed)
     turns: dict[int, Turn] = {}
     cuts: dict[int, int] = {}
+    others = [span for k, span in _find_bounds(marks, marked).items() if k not in row.trained] if marked else []
     for k in row.trained:
         pieces = _pieces(row, k)
         turn, reasoning, answer = _read_turn(row, k, pieces, marks, marked)
-        turns[k] = turn
+        foreign = tuple(_intersect(turn.intervals, others))
+        turns[k] = turn = replace(turn, foreign=foreign) if foreign else turn
         if k in row.cut:
             if row.config.truncated_completions == "mask-end" and not turn.dropped:
                 cuts[k] = _find_cut(row, k, pieces, turn, (reasoning, answer), marks, marked)
@@ -733,9 +743,14 @@ def _shortened(row: _Row, k: int, pieces: Pieces, spans: Mapping[str, Span | Non
 
 def _find_header(row: _Row, intervals: Sequence[Span], present: Sequence[Span]) -> int:
     """Where the assistant's text begins: behind the role header, looked for before the first thing that it wrote."""
+    text = row.trace.text
     start, end = intervals[0]
+    limit = present[0][0] if present else end
+    begin = row.template.special_tokens.get("bos_token") or ""
+    if begin and text.startswith(begin, start) and start + len(begin) <= limit:
+        start += len(begin)
     header = row.template.header(row.arguments)
-    at = row.trace.text.find(header, start, present[0][0] if present else end)
+    at = text.find(header, start, limit)
     return start if at < 0 else at + len(header)
 
 
@@ -872,7 +887,17 @@ def _end_of_calls(row: _Row, k: int, calls: int, turn: Turn, marks: _Marks, mark
     spelled = json.dumps(arguments, ensure_ascii=False)
     if isinstance(arguments, dict) and (found := text.find(spelled, at, turn.stop)) >= 0:
         return found + len(spelled)
-    return shown[1] if shown else at
+    if shown:
+        return shown[1]
+    leaf = json.dumps(_last_leaf(arguments), ensure_ascii=False)
+    found = text.rfind(leaf, at, turn.stop) if arguments else -1
+    return found + len(leaf) if found >= 0 else at
+
+
+def _last_leaf(value: Any) -> Any:
+    while isinstance(value, dict | list) and value:
+        value = list(value.values())[-1] if isinstance(value, dict) else value[-1]
+    return value
 
 
 # --- control tokens typed by messages, and roles that leave no text ---
@@ -887,7 +912,8 @@ def _types_control_tokens(conversation: Conversation, template: ChatTemplate) ->
         for value in message.values():
             if type(value) is str:
                 for prefix in prefixes:
-                    if prefix in value:
+                    # the first character alone is found by memchr, thirty times as fast as two (measured)
+                    if prefix[0] in value and prefix in value:
                         if search(value):
                             return True
                         break
@@ -943,7 +969,7 @@ def _judge_control_tokens(row: _Row, marked: _Marked | None, *, typed: bool) -> 
 
 def _shows_every_role(row: _Row) -> bool:
     """Whether every message that says something is known to be in the text, without looking closely."""
-    shown = {owner for _, _, owner in row.trace.owners}
+    shown = row.owned
     known: set[tuple[str, bool]] = row.template.memory.get(_key(row, "roles"), set())
     for k, message in enumerate(row.messages):
         if k in shown or message.get("role") == "assistant":
@@ -956,7 +982,7 @@ def _shows_every_role(row: _Row) -> bool:
 
 def _require_roles(row: _Row, marks: _Marks, marked: _Marked | None) -> None:
     """Raises RowError `role` where a message that says something left no text."""
-    shown = {owner for _, _, owner in row.trace.owners}
+    shown = row.owned
     for k, message in enumerate(row.messages):
         if k in shown or message.get("role") == "assistant" or (k, "text") not in marks.of:
             continue

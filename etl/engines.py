@@ -7,7 +7,8 @@ makes one fail is one RowError, native panics included.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -35,6 +36,8 @@ AWKWARD: Final = (
 )
 """Texts on which engines have differed: contractions, marks, compositions, scripts, emoji, blanks, long runs."""
 
+_BLANKS_MARKED: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_BYTE_TOKEN: Final = re.compile("<0x[0-9A-F]{2}>")
 _SAMPLED_TOKENS: Final = 4000
 _SAMPLED_ADDED: Final = 64
 
@@ -59,12 +62,14 @@ class Reference:
 
     def __init__(self, backend_json: str) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_str(backend_json)
+        # It adds no ids without special tokens, but byte-level ones trim the blanks off the offsets.
+        self._tokenizer.post_processor = None
         added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         self._added = added
         self._absorbing = [i for i, token in added.items() if token.lstrip or token.rstrip]
         self._everywhere = AddedTokens(added)
         self.cut_out = AddedTokens({i: token for i, token in added.items() if not token.normalized})
-        self.normalises_nfc = _kinds(self._tokenizer.normalizer, "normalizers") == ["NFC"]
+        self.normalises_nfc = any(p["type"] == "NFC" for p in _parts(self._tokenizer.normalizer, "normalizers"))
         self.largest_id = max(self._tokenizer.get_vocab_size(with_added_tokens=False) - 1, *added, 0)
 
     def ids(self, text: str) -> Ids:
@@ -122,25 +127,27 @@ class Reference:
     def byte_lengths(self) -> npt.NDArray[np.int64] | None:
         """How many bytes of text each id stands for, int64 [largest id + 1]; None where ids have no fixed length.
 
-        They have one in byte-level BPE without a normaliser, or with NFC, whose byte lengths count then.
+        They have one in byte-level BPE without a normaliser, or with NFC, whose byte lengths count then; and in BPE
+        with byte fallback where the normaliser only writes blanks as `▁`.
         """
-        if not self._is_byte_level:
+        model, normalizer = self._tokenizer.model, _parts(self._tokenizer.normalizer, "normalizers")
+        if not isinstance(model, tokenizers.models.BPE):
+            return None
+        splits = [part["type"] for part in _parts(self._tokenizer.pre_tokenizer, "pretokenizers")]
+        if "ByteLevel" in splits and [part["type"] for part in normalizer] in ([], ["NFC"]):
+            width: Callable[[str], int] = len
+        elif model.byte_fallback and normalizer == [_BLANKS_MARKED] and "Metaspace" not in splits:
+            width = _marked_width
+        else:
             return None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         count = len(vocabulary)
         lengths = np.zeros(max(self.largest_id, *vocabulary.values()) + 1, np.int64)
-        lengths[np.fromiter(vocabulary.values(), np.int64, count)] = np.fromiter(map(len, vocabulary), np.int64, count)
+        places = np.fromiter(vocabulary.values(), np.int64, count)
+        lengths[places] = np.fromiter(map(width, vocabulary), np.int64, count)
         for i, token in self._added.items():
             lengths[i] = len(token.content.encode())
         return lengths
-
-    @property
-    def _is_byte_level(self) -> bool:
-        return (
-            isinstance(self._tokenizer.model, tokenizers.models.BPE)
-            and _kinds(self._tokenizer.normalizer, "normalizers") in ([], ["NFC"])
-            and "ByteLevel" in _kinds(self._tokenizer.pre_tokenizer, "pretokenizers")
-        )
 
     def awkward_texts(self) -> list[str]:
         """Texts for the start-up check: AWKWARD, this tokenizer's added tokens in bad company, tokens as words."""
@@ -152,16 +159,20 @@ class Reference:
         return [*AWKWARD, *beside, words]
 
 
-def _kinds(component: Any, children: str) -> list[str]:
-    """The types of a normaliser's or pre-tokenizer's parts, sequences laid flat."""
-    found: list[str] = []
+def _marked_width(token: str) -> int:
+    return 1 if _BYTE_TOKEN.fullmatch(token) else len(token.replace("▁", " ").encode())
+
+
+def _parts(component: Any, children: str) -> list[dict[str, Any]]:
+    """What a normaliser or pre-tokenizer consists of, sequences laid flat."""
+    found: list[dict[str, Any]] = []
     waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         part = waiting.pop(0)
         if part["type"] == "Sequence":
             waiting[:0] = part[children]
         else:
-            found.append(part["type"])
+            found.append(part)
     return found
 
 

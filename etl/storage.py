@@ -48,6 +48,7 @@ _LONGEST_WAIT: Final = 20.0
 _QUICK_ATTEMPTS: Final = 2
 _QUICK_SECONDS: Final = 12.0
 _DELETES_AT_ONCE: Final = 32
+_PAGE_KEYS: Final = 1000  # the most that S3 gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,8 @@ class Storage:
         """Write the object in one request and return its ETag: it is there as a whole or not at all.
 
         `if_match`: only over the version with that ETag. `if_none_match`: only where there is none. Raises
-        WriteConflict where the condition does not hold.
+        WriteConflict where the condition does not hold; two writers under a condition must not write the same bytes,
+        for those that are there already count as written.
         """
         return self._backend(url).put(url, data, if_match, if_none_match)
 
@@ -389,7 +391,7 @@ class _Other:
             fs.invalidate_cache()
             found = fs.find(path, detail=True)
             for name, info in found.items():
-                url = fs.unstrip_protocol(name)
+                url = folder + name[len(path.rstrip("/")) :].lstrip("/")  # as the user spells it; fsspec may not
                 if url.startswith(prefix):
                     yield ObjectInfo(url, int(info.get("size") or 0), _other_etag(info))
 
@@ -499,7 +501,7 @@ class _S3:
         page: dict[str, Any] = {"IsTruncated": True}
         token: dict[str, Any] = {}
         while page.get("IsTruncated"):
-            page = self._call("list", prefix, "list_objects_v2", Bucket=bucket, Prefix=key, **token)
+            page = self._call("list", prefix, "list_objects_v2", Bucket=bucket, Prefix=key, MaxKeys=_PAGE_KEYS, **token)
             for entry in page.get("Contents", ()):
                 yield ObjectInfo(f"s3://{bucket}/{entry['Key']}", entry["Size"], _bare(entry["ETag"]))
             token = {"ContinuationToken": page.get("NextContinuationToken", "")}
@@ -545,13 +547,12 @@ class _S3:
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_none_match else {}
         if if_match is not None:
             condition["IfMatch"] = f'"{if_match}"'
-        before = self._retries.count
         try:
             reply = self._call("write", url, "put_object", Bucket=bucket, Key=key, Body=data, **condition)
         except (WriteConflict, _Missing) as error:
             seen = self.get(url)
-            if seen is not None and seen[0] == data and self._retries.count > before:
-                return seen[1].etag  # the reply to our own first try was lost; its second found what it had written
+            if seen is not None and seen[0] == data:
+                return seen[1].etag  # a lost reply: the request was sent again, and found what it had written itself
             raise _conflict(url, if_match, seen[1].etag if seen else None) from error
         return _bare(reply["ETag"])
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -173,7 +173,9 @@ class Proxy:
     """What the proxy does to requests, changeable while it runs, and what it has seen.
 
     `latency`: seconds added before each request is passed on. `refusals`: how many first requests of each
-    (method, path) are answered with `refusal`. `cut_bodies`: how many first GET replies of each path end half-way.
+    (method, path) are answered with `refusal` (-1: all), where `refuse_when(method, path, count)` and
+    `refuse_headers(headers)` agree. `dropped_headers`: lower-case names not passed on. `cut_bodies`: how
+    many first GET replies of each path end half-way. `drop_replies`: how many first PUTs of each path get no reply.
     `seen`: (method, path) -> requests that arrived; `in_flight_peak`: most requests at one time.
     """
 
@@ -183,7 +185,9 @@ class Proxy:
         self.latency = 0.0
         self.refusals = 0
         self.refusal = (503, "SlowDown", "Please reduce your request rate.")
-        self.refuse_when: Any = None
+        self.refuse_when: Callable[[str, str, int], bool] = lambda _method, _path, _count: True
+        self.refuse_headers: Callable[[Mapping[str, str]], bool] = lambda _headers: True
+        self.dropped_headers: set[str] = set()
         self.cut_bodies = 0
         self.drop_replies = 0
         self.seen: Counter[tuple[str, str]] = Counter()
@@ -215,8 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if proxy.latency:
                 time.sleep(proxy.latency)  # the latency that the proxy is there to add
-            wanted = proxy.refuse_when is None or proxy.refuse_when(self.command, self.path, count)
-            if wanted and (count <= proxy.refusals or proxy.refusals < 0):
+            if self._refused(count):
                 self._refuse()
             else:
                 self._forward(body, count)
@@ -225,6 +228,12 @@ class _Handler(BaseHTTPRequestHandler):
                 proxy.in_flight -= 1
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_request  # noqa: N815 - the base class calls them so
+
+    def _refused(self, count: int) -> bool:
+        proxy = self.proxy
+        early = proxy.refusals < 0 or count <= proxy.refusals
+        headers = dict(self.headers.items())
+        return early and proxy.refuse_when(self.command, self.path, count) and proxy.refuse_headers(headers)
 
     def _refuse(self) -> None:
         status, code, message = self.proxy.refusal
@@ -241,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
-                if name.lower() not in {"connection", "expect"}:
+                if name.lower() not in {"connection", "expect"} | self.proxy.dropped_headers:
                     upstream.putheader(name, value)
             upstream.endheaders(body)
             reply = upstream.getresponse()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,15 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
-CONDA_NAMES = {"dask": "dask-core", "prometheus-client": "prometheus_client"}
+CONDA_NAMES = {
+    "dask": "dask-core",
+    "huggingface-hub": "huggingface_hub",
+    "prometheus-client": "prometheus_client",
+}
 """PyPI's name -> conda-forge's, where they differ. (dask-core is Dask without what `dataframe` adds: listed itself.)"""
+
+IMPORT_NAMES = {"yaml": "pyyaml"}
+"""Import name -> PyPI's name, where they differ."""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +59,16 @@ def test_conda_gets_the_same_packages_with_the_same_bounds(
 
 def test_every_package_has_a_lower_bound(requirements: list[Requirement]) -> None:
     assert [str(r) for r in requirements if not str(r.specifier).startswith(">=")] == []
+
+
+def test_every_import_is_a_declared_package(requirements: list[Requirement]) -> None:
+    files = [*(ROOT / "etl").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    foreign = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"etl", "tests", "pytest"}
+    declared = {canonicalize_name(r.name) for r in requirements}
+    assert sorted(n for n in foreign if canonicalize_name(IMPORT_NAMES.get(n, n)) not in declared) == []
 
 
 def test_every_pin_lies_within_the_bounds(requirements: list[Requirement]) -> None:

@@ -93,13 +93,10 @@ def start_seaweedfs() -> Iterator[S3Server]:
     """SeaweedFS: an independent, stricter server (signatures, checksums, conditional PUT); starts in a few seconds."""
     home = Path(tempfile.mkdtemp(prefix="etl-weed-"))
     ports = _free_ports()
-    process = subprocess.Popen(
-        _weed_command(home, ports),
-        stdout=subprocess.DEVNULL,
-        stderr=(home / "log").open("wb"),
-        env=server_environment(),
-        cwd=home,
-    )
+    with (home / "log").open("wb") as log:
+        process = subprocess.Popen(
+            _weed_command(home, ports), stdout=subprocess.DEVNULL, stderr=log, env=server_environment(), cwd=home
+        )
     server = S3Server(f"http://127.0.0.1:{ports['s3']}")
     try:
         _await_ready(server, process, home / "log")

@@ -1,0 +1,337 @@
+"""Chat template source -> Trace: the rendered text, and which message each stretch of it is about.
+
+The text is byte-equal to transformers' `apply_chat_template(tokenize=False)`: the same sandbox, the same globals. The
+template is instrumented before it is compiled: each `for` loop notes, without emitting anything, how many chunks had
+been emitted when an iteration began and which objects it is about. The root of a compiled template is a lazy
+generator, so the chunks counted by then are the text before that iteration. What Jinja buffers (macros, `set` blocks)
+cannot be followed so and is left alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinMethodType, NoneType
+from typing import Any, Final
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import EvalContext
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, missing
+
+from etl.errors import RowError, UsageError
+from etl.records import Message, Span
+
+_EVENT: Final = "event"  # the expression context by which the code generator knows our own statements
+_GENERATION: Final = -1  # the depth that stands for a `{% generation %}` tag
+_PLACE: Final = 2  # an event is (chunks so far, depth) and, where something begins, the ids of what it is about
+_DICT_ATTRIBUTES: Final = frozenset(dir(dict))
+_PLAIN_TYPES: Final = frozenset({str, int, float, bool, list, dict, NoneType})
+_STRING_METHODS: Final = frozenset({"endswith", "lower", "lstrip", "replace", "rstrip", "split", "startswith", "strip"})
+_LOOP_ATTRIBUTES: Final = frozenset({"first", "index", "index0", "last", "length", "revindex", "revindex0"})
+_BUFFERED: Final = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
+# what a template can raise, from a bad row or its own bug: all of it rejects the row, none of it may end the run
+_TEMPLATE_ERRORS: Final = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+)
+
+
+class ClockError(jinja2.TemplateError):
+    """The template asked the clock, and no date was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One render.
+
+    `owners`: (start, end, message index), ascending and disjoint, for the text emitted while a loop was at a message.
+    `generated`: the stretches inside `{% generation %}`; None where the template has no such tag.
+    """
+
+    text: str
+    owners: tuple[tuple[int, int, int], ...]
+    generated: tuple[Span, ...] | None = None
+
+
+class Sandbox:
+    """A compiled template. `has_tags`: `{% generation %}` blocks bound its trained text; `hides_tags`: it has such
+    blocks in macros, where they cannot be followed. Raises UsageError where it cannot be compiled.
+    """
+
+    def __init__(self, source: str, date: str | None) -> None:
+        environment = _environment(date)
+        try:
+            tree = environment.parse(source)
+            has_tags = _has_events(tree)
+            self.hides_tags = any(_has_events(node) for node in tree.find_all(_BUFFERED))
+            self.has_tags = has_tags and not self.hides_tags
+            _instrument(tree)
+            template = jinja2.Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+            raise UsageError(f"the chat template cannot be compiled: {_one_line(error)}") from error
+        self._environment = environment
+        self._globals = dict(template.globals)
+        self._blocks = template.blocks
+        self._render = template.root_render_func
+
+    def trace(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> Trace:
+        """Render; `variables` are all that the template sees beside its globals. Raises RowError `template`."""
+        context = _Context(self._environment, {**self._globals, **variables}, None, self._blocks, self._globals)
+        append = context.chunks.append
+        try:
+            for chunk in self._render(context):
+                append(chunk)
+        except _TEMPLATE_ERRORS as error:
+            raise RowError("template", _one_line(error)) from error
+        owners, generated = _read_events(context, {id(message): i for i, message in enumerate(messages)})
+        return Trace("".join(context.chunks), owners, generated if self.has_tags else None)
+
+
+def _one_line(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:500]
+
+
+def _read_events(
+    context: _Context, index: Mapping[int, int]
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[Span, ...]]:
+    ends = [0, *itertools.accumulate(map(len, context.chunks))]
+    owners: list[tuple[int, int, int]] = []
+    generated: list[Span] = []
+    stack: list[int] = []  # the message that each open loop is at, -1 where it is about something else
+    since = begun = 0
+    for event in context.events:
+        at, depth = ends[event[0]], event[1]
+        if depth == _GENERATION:
+            if len(event) > _PLACE:
+                begun = at
+            elif at > begun:
+                generated.append((begun, at))
+            continue
+        if at > since:
+            if stack and stack[-1] >= 0:
+                if owners and owners[-1][1:] == (since, stack[-1]):
+                    since = owners.pop()[0]
+                owners.append((since, at, stack[-1]))
+            since = at
+        del stack[depth:]
+        if len(event) > _PLACE:
+            outer = stack[-1] if stack else -1
+            stack.append(next((index[known] for known in event[_PLACE:] if known in index), outer))
+    return tuple(owners), tuple(generated)
+
+
+# --- the environment: what transformers gives a template, no more ---
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox with shortcuts for what it allows anyway: keys of plain dicts, attributes of namespaces and loops,
+    macros, methods of strings. Everything else takes the long way. Halves the time of a render (measured).
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict:
+            if attribute not in _DICT_ATTRIBUTES:
+                try:
+                    return obj[attribute]
+                except KeyError:
+                    return self.undefined(obj=obj, name=attribute)
+        elif kind is _TemplateNamespace:
+            value = object.__getattribute__(obj, "_Namespace__attrs").get(attribute, missing)
+            if type(value) in _PLAIN_TYPES and not attribute.startswith("_"):
+                return value
+        elif (kind is str and attribute in _STRING_METHODS) or (kind is LoopContext and attribute in _LOOP_ATTRIBUTES):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        kind = type(obj)
+        if kind is Macro:
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            return obj(context.eval_ctx, *args, **kwargs)
+        if obj is _TemplateNamespace or (kind is BuiltinMethodType and type(obj.__self__) is str):
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            return obj(*args, **kwargs)
+        return super().call(context, obj, *args, **kwargs)
+
+
+class _Context(Context):
+    """A render in progress: the chunks emitted so far, and what the loops noted."""
+
+    def __init__(
+        self,
+        environment: jinja2.Environment,
+        parent: dict[str, Any],
+        name: str | None,
+        blocks: dict[str, Callable[[Context], Iterator[str]]],
+        globals: Mapping[str, Any] | None = None,  # noqa: A002  the base class's name
+    ) -> None:
+        # as the base class does, whose own constructor copies the globals' names each time
+        self.parent = parent
+        self.vars = {}
+        self.environment = environment
+        self.eval_ctx = EvalContext(environment, name)
+        self.exported_vars = set()
+        self.name = name
+        self.globals_keys = set() if globals is None else globals.keys()  # type: ignore[assignment]
+        self.blocks = {key: [value] for key, value in blocks.items()}
+        self.chunks: list[str] = []
+        self.events: list[tuple[int, ...]] = []
+
+
+class _TemplateDict:
+    """`dict` as transformers shows it to templates."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _TemplateNamespace(Namespace):
+    """`namespace` as transformers shows it to templates: no name that begins with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"chat templates cannot store {name!r} on a namespace")
+
+
+def _raise_exception(message: Any) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _clock(date: str | None) -> Callable[[str], str]:
+    if date is None:
+
+        def refuse(_: str) -> str:
+            raise ClockError("the chat template asks for today's date; give --date YYYY-MM-DD")
+
+        return refuse
+    return datetime.datetime.fromisoformat(date).strftime
+
+
+def _environment(date: str | None) -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.code_generator_class = _CodeGenerator
+    environment.context_class = _Context
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=_clock(date),
+        dict=_TemplateDict(),
+        namespace=_TemplateNamespace,
+    )
+    return environment
+
+
+# --- instrumentation: what is compiled in beside the template's own statements ---
+
+
+class _CodeGenerator(CodeGenerator):
+    """Compiles our own statements, which note an event and emit nothing."""
+
+    def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Frame) -> None:  # noqa: N802  found by this name
+        if not _is_event(node):
+            super().visit_ExprStmt(node, frame)
+            return
+        depth, *targets = node.node.items  # type: ignore[attr-defined]
+        self.newline(node)
+        self.write("context.events.append((len(context.chunks), ")
+        self.visit(depth, frame)
+        for target in targets:
+            self.write(", id(")
+            self.visit(target, frame)
+            self.write(")")
+        self.write("))")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`: what it encloses is trained text by the template's own word."""
+
+    tags = {"generation"}  # noqa: RUF012  the base class's attribute
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = _event(line, _GENERATION, nodes.Const(1)), _event(line, _GENERATION)
+        return nodes.Scope([begin, *body, end], lineno=line)
+
+
+def _event(line: int, depth: int, *targets: nodes.Expr) -> nodes.ExprStmt:
+    return nodes.ExprStmt(nodes.Tuple([nodes.Const(depth), *targets], _EVENT), lineno=line)
+
+
+def _is_event(node: nodes.ExprStmt) -> bool:
+    return isinstance(node.node, nodes.Tuple) and node.node.ctx == _EVENT
+
+
+def _has_events(node: nodes.Node) -> bool:
+    return any(_is_event(statement) for statement in node.find_all(nodes.ExprStmt))
+
+
+def _instrument(node: nodes.Node, depth: int = 0) -> None:
+    """Note each iteration of each loop whose text goes straight to the output."""
+    for name in ("body", "else_", "elif_"):
+        children = getattr(node, name, None)
+        if not isinstance(children, list):
+            continue
+        for child in tuple(children):
+            if isinstance(child, _BUFFERED) or (isinstance(child, nodes.For) and child.recursive):
+                continue
+            _instrument(child, depth + isinstance(child, nodes.For))
+            if isinstance(child, nodes.For):
+                child.body.insert(0, _event(child.lineno, depth, *_loop_objects(child)))
+                at = next(i for i, other in enumerate(children) if other is child)  # nodes compare by value
+                children.insert(at + 1, _event(child.lineno, depth))
+
+
+def _loop_objects(loop: nodes.For) -> Iterator[nodes.Expr]:
+    """What an iteration can be about: its targets, or `messages[i]` where `i` is a target."""
+    target = loop.target
+    names = [target.name] if isinstance(target, nodes.Name) else [name.name for name in target.find_all(nodes.Name)]
+    yield from (nodes.Name(name, "load") for name in names)
+    stored = {name.name for child in loop.body for name in child.find_all(nodes.Name) if name.ctx == "store"}
+    pairs = {
+        (item.node.name, item.arg.name): None  # in the order of the text
+        for child in loop.body
+        for item in child.find_all(nodes.Getitem)
+        if isinstance(item.node, nodes.Name) and isinstance(item.arg, nodes.Name)
+    }
+    for of, by in pairs:
+        if by in names and of not in stored:
+            yield nodes.Getitem(nodes.Name(of, "load"), nodes.Name(by, "load"), "load")

@@ -46,8 +46,9 @@ ATTEMPTS: Final = 8
 _FIRST_WAIT: Final = 0.25
 _LONGEST_WAIT: Final = 20.0
 _QUICK_ATTEMPTS: Final = 2
-_QUICK_SECONDS: Final = 12.0
+_QUICK_SECONDS: Final = 6.0
 _DELETES_AT_ONCE: Final = 32
+_TEMPORARY: Final = ".etl-"
 _PAGE_KEYS: Final = 1000  # the most that S3 gives
 
 
@@ -287,7 +288,7 @@ class _Local:
         target = Path(url)
         with _local_errors(url, "write"):
             target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=".etl-", suffix=".tmp", dir=target.parent)
+            descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY, suffix=".tmp", dir=target.parent)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
@@ -319,6 +320,8 @@ def _walk(folder: str, above: frozenset[str]) -> Iterator[ObjectInfo]:
         for entry in entries:
             if entry.is_dir():
                 yield from _walk(f"{entry.path}/", above | {real})
+            elif entry.name.startswith(_TEMPORARY) and entry.name.endswith(".tmp"):
+                continue  # what a killed process left of a write
             elif entry.is_file():
                 seen = entry.stat()
                 yield ObjectInfo(entry.path, seen.st_size, _local_etag(seen))
@@ -511,13 +514,17 @@ class _S3:
         if not key:
             return None
         try:
-            reply = self._call("read", url, "head_object", Bucket=bucket, Key=key)
+            try:
+                reply = self._call("read", url, "head_object", Bucket=bucket, Key=key)
+            except _Missing:
+                raise
+            except StorageError:
+                # A reply to HEAD has no body, so no reason either. Listing the same key says it, and renews expired
+                # credentials: then HEAD is worth another try.
+                self._call("list", url, "list_objects_v2", Bucket=bucket, Prefix=key, MaxKeys=1)
+                reply = self._call("read", url, "head_object", Bucket=bucket, Key=key)
         except _Missing:
             return None
-        except StorageError:
-            # A reply to HEAD has no body, so no reason either: a listing of the same key says it.
-            self._call("list", url, "list_objects_v2", Bucket=bucket, Prefix=key, MaxKeys=1)
-            raise
         return _s3_stat(url, reply)
 
     def read(self, url: str, start: int, end: int, etag: str) -> bytes:
@@ -578,8 +585,11 @@ class _S3:
 
     def _call(self, action: str, url: str, method: str, *, quick: bool = False, **arguments: Any) -> dict[str, Any]:
         async def call(fs: Any) -> dict[str, Any]:
-            tried = self._repeat(lambda: _send(fs, method, **arguments), _QUICK_ATTEMPTS if quick else ATTEMPTS)
-            return await (asyncio.wait_for(tried, _QUICK_SECONDS) if quick else tried)
+            if not quick:
+                return await self._repeat(lambda: _send(fs, method, **arguments), ATTEMPTS)
+            return await self._repeat(
+                lambda: asyncio.wait_for(_send(fs, method, **arguments), _QUICK_SECONDS), _QUICK_ATTEMPTS
+            )
 
         return self._run(action, url, call)
 
@@ -615,8 +625,9 @@ async def _send(fs: Any, method: str, **arguments: Any) -> dict[str, Any]:
     try:
         reply: dict[str, Any] = await fs._call_s3(method, **arguments)  # noqa: SLF001 - call_s3 in fsspec's async spelling
     except OSError as error:
-        # s3fs turns replies into OSErrors; the reply itself says more.
-        raise error.__cause__ if isinstance(error.__cause__, boto.ClientError) else error from error
+        if isinstance(error.__cause__, boto.ClientError):
+            raise error.__cause__ from None  # s3fs turns replies into OSErrors; the reply itself says more
+        raise
     if "Body" in reply:
         async with reply["Body"] as stream:
             reply["Body"] = await stream.read()

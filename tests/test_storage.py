@@ -195,6 +195,12 @@ def test_a_failed_local_write_leaves_nothing_under_the_name(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_what_a_killed_write_left_behind_is_not_listed(tmp_path: Path) -> None:
+    (tmp_path / ".etl-abc.tmp").write_bytes(b"half")
+    (tmp_path / "x").write_bytes(b"")
+    assert [info.url for info in Storage().list(str(tmp_path))] == [f"{tmp_path}/x"]
+
+
 def test_a_local_write_has_the_rights_of_any_other_file(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"")
     Storage().put(f"{tmp_path}/ours", b"")
@@ -478,12 +484,14 @@ def test_expired_credentials_are_read_again_at_their_source(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(source))
     source.write_text(template.format("OLDKEY"))
     proxy.refusal, proxy.refusals = (400, "ExpiredToken", "The provided token has expired."), -1
-    proxy.refuse_when = lambda _method, _path, count: count > 1
+    proxy.refuse_when = lambda method, _path, count: count > 1 or method != "PUT"
     proxy.refuse_headers = lambda headers: "OLDKEY" in headers.get("Authorization", "")
     storage = Storage()
     storage.put(f"s3://{bucket}/x", b"1")
     assert "the credentials have expired; renew them" in str(failure(lambda: storage.put(f"s3://{bucket}/x", b"2")))
+    assert "the credentials have expired; renew them" in str(failure(lambda: storage.stat(f"s3://{bucket}/x")))
     source.write_text(template.format("NEWKEY"))
+    assert storage.stat(f"s3://{bucket}/x") is not None  # a reply to HEAD does not even say that they expired
     storage.put(f"s3://{bucket}/x", b"3")
     assert Storage().get(f"s3://{bucket}/x") == b"3"
 

@@ -1,0 +1,240 @@
+"""Messages -> Marked: a second render, with a private character on either side of each piece that a message wrote.
+
+Taken out again, the marks must leave the very same text; then they show where each piece went, or that the template
+dropped it. One more mark stands inside each control token that a message types, so that what remains whole is the
+template's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeAlias
+
+from etl.errors import RowError
+from etl.pieces import Pieces, content_text, core_within, field_text, function_of, with_content
+from etl.records import Message, Span
+from etl.template import REASONING_FIELDS
+
+Render: TypeAlias = Callable[[Sequence[Message], Any, Any], str]
+"""(messages, tools, documents) -> text; raises RowError."""
+
+_PLANES: Final = (0x100000, 0xF0000)  # Unicode's private-use planes
+_PLANE_SIZE: Final = 0xFFF0
+
+
+@dataclass(slots=True)
+class Marks:
+    """Hands out characters that occur nowhere in the row's text.
+
+    `of` maps (message index, piece name) to the numbers of the marks around that piece. Number 0 breaks up tokens.
+    """
+
+    base: int
+    of: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)
+
+    def pair(self, message: int, piece: str) -> tuple[str, str]:
+        """Two new marks for a piece. Raises RowError `mask` where a row needs more than there are."""
+        number = 2 * len(self.of) + 1
+        if number + 1 >= _PLANE_SIZE:
+            raise RowError("mask", "too many messages to follow each of them")
+        self.of[message, piece] = number, number + 1
+        return chr(self.base + number), chr(self.base + number + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """Where the marks came out, as positions in the text without marks.
+
+    `places`: by mark number; `of` as in Marks; `broken`: where the control tokens begin that messages typed, if
+    `breaks` says that they could be broken up.
+    """
+
+    places: Mapping[int, tuple[int, ...]]
+    of: Mapping[tuple[int, str], tuple[int, int]]
+    broken: tuple[int, ...] = ()
+    breaks: bool = False
+
+    def find(self, message: int, piece: str, intervals: Sequence[Span]) -> Span | None:
+        """Where a piece lies within the intervals; None where not all of it does."""
+        pair = self.of.get((message, piece))
+        if pair is None:
+            return None
+        starts, ends = (
+            [at for at in self.places.get(mark, ()) if any(start <= at <= end for start, end in intervals)]
+            for mark in pair
+        )
+        return (starts[0], ends[-1]) if starts and ends and starts[0] < ends[-1] else None
+
+    def bounds(self) -> dict[int, Span]:
+        """From the first to the last character that each message wrote, of those that left any."""
+        bounds: dict[int, Span] = {}
+        for (message, _), (left, right) in self.of.items():
+            if left in self.places and right in self.places:
+                start = self.places[left][0]
+                end = next((at for at in self.places[right] if at > start), start)
+                low, high = bounds.get(message, (start, end))
+                bounds[message] = min(low, start), max(high, end)
+        return bounds
+
+
+def mark_all(
+    messages: Sequence[Message],
+    pieces: Mapping[int, Pieces],
+    tools: Any,
+    documents: Any,
+    text: str,
+    render: Render,
+    tokens: re.Pattern[str] | None,
+) -> Marked | None:
+    """Render with as many marks as leave `text` as it is; None where there is no such way.
+
+    `pieces`: those of the assistant messages; `tokens`: matches the control tokens to break up, if any were typed.
+    """
+    base = _free_plane(text)
+    ways = ((True, tokens), (True, None), (False, None))
+    for with_calls, breaking in dict.fromkeys(ways):
+        marks = Marks(base)
+        shown: Any = [
+            _mark_message(message, k, pieces[k], marks, with_calls=with_calls)
+            if k in pieces
+            else _mark_text(message, k, marks)
+            for k, message in enumerate(messages)
+        ]
+        shown_tools, shown_documents = tools, documents
+        if breaking is not None:
+            shown, shown_tools, shown_documents = _break_tokens((shown, tools, documents), breaking, chr(base))
+        marked = _read(shown, shown_tools, shown_documents, text, render, marks)
+        if marked is not None:
+            return replace(marked, breaks=breaking is not None)
+    return None
+
+
+def kept_blanks(
+    messages: Sequence[Message],
+    k: int,
+    piece: tuple[str, int, int],
+    tools: Any,
+    documents: Any,
+    text: str,
+    render: Render,
+) -> int:
+    """How many of the blanks behind a piece of message k the template kept: so many may lie before a mark unnoticed."""
+    name, _, end = piece
+    message = messages[k]
+    said = field_text(message, name)
+    marks = Marks(_free_plane(text))
+    left, _ = marks.pair(k, name)
+    for stop in range(len(said), end, -1):
+        shown = _with_field(message, name, said[:stop] + left + said[stop:])
+        marked = _read([*messages[:k], shown, *messages[k + 1 :]], tools, documents, text, render, marks)
+        if marked is not None and marked.places.get(1):
+            return stop - end
+    return 0
+
+
+def strings_in(value: Any) -> list[str]:
+    """All text in a JSON value, keys left out."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [text for item in value for text in strings_in(item)] if isinstance(value, list | tuple) else []
+
+
+def _free_plane(text: str) -> int:
+    for base in _PLANES:
+        if not any(base <= ord(char) < base + _PLANE_SIZE for char in set(text)):
+            return base
+    raise RowError("mask", "the text uses both private-use planes of Unicode")
+
+
+def _read(
+    messages: Sequence[Message], tools: Any, documents: Any, text: str, render: Render, marks: Marks
+) -> Marked | None:
+    try:
+        shown = render(messages, tools, documents)
+    except RowError:
+        return None
+    places: dict[int, list[int]] = {}
+    parts: list[str] = []
+    at = since = 0
+    for found in re.finditer(f"[{chr(marks.base)}-{chr(marks.base + _PLANE_SIZE - 1)}]", shown):
+        parts.append(shown[since : found.start()])
+        at += found.start() - since
+        since = found.end()
+        places.setdefault(ord(found[0]) - marks.base, []).append(at)
+    if "".join([*parts, shown[since:]]) != text:
+        return None
+    broken = tuple(place - 1 for place in places.pop(0, []))
+    return Marked({mark: tuple(found) for mark, found in places.items()}, marks.of, broken)
+
+
+def _mark_text(message: Message, k: int, marks: Marks) -> Message:
+    content = content_text(message)
+    core = core_within(content, 0, len(content))
+    return message if core is None else with_content(message, _around(content, [(core, marks.pair(k, "text"))]))
+
+
+def _mark_message(message: Message, k: int, pieces: Pieces, marks: Marks, *, with_calls: bool) -> Message:
+    found: dict[str, list[tuple[Span, tuple[str, str]]]] = {}
+    for name, piece in (("reasoning", pieces.reasoning), ("answer", pieces.answer)):
+        if piece is not None:
+            found.setdefault(piece[0], []).append((piece[1:], marks.pair(k, name)))
+    marked = message
+    for name, inserts in found.items():
+        marked = _with_field(marked, name, _around(field_text(message, name), inserts))
+    if with_calls and pieces.calls:
+        calls = [_mark_call(call, k, i, marks) for i, call in enumerate(message["tool_calls"])]
+        marked = {**marked, "tool_calls": calls}
+    return marked
+
+
+def _with_field(message: Message, name: str, text: str) -> Message:
+    if name == "content":
+        return with_content(message, text)
+    same = [alias for alias in REASONING_FIELDS if message.get(alias) == message[name]]
+    return {**message, **dict.fromkeys(same, text)}
+
+
+def _around(text: str, inserts: Sequence[tuple[Span, tuple[str, str]]]) -> str:
+    for (start, end), (left, right) in sorted(inserts, reverse=True):
+        text = text[:start] + left + text[start:end] + right + text[end:]
+    return text
+
+
+def _mark_call(call: Any, k: int, i: int, marks: Marks) -> Any:
+    """The call with marks around its name, and around its arguments' text or the last text in them."""
+    function = function_of(call)
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        return call
+    left, right = marks.pair(k, f"name {i}")
+    marked = {**function, "name": left + name + right}
+    if "arguments" in function:
+        marked["arguments"] = _mark_last(function["arguments"], marks.pair(k, f"arguments {i}"))
+    return {**call, "function": marked} if "function" in call else marked
+
+
+def _mark_last(value: Any, pair: tuple[str, str]) -> Any:
+    if isinstance(value, str):
+        core = core_within(value, 0, len(value))
+        return _around(value, [(core, pair)]) if core else value
+    if isinstance(value, dict) and value:
+        key = next(reversed(value))
+        return {**value, key: _mark_last(value[key], pair)}
+    if isinstance(value, list) and value:
+        return [*value[:-1], _mark_last(value[-1], pair)]
+    return value
+
+
+def _break_tokens(value: Any, tokens: re.Pattern[str], mark: str) -> Any:
+    """The value with a mark behind the first character of every control token in its text."""
+    if isinstance(value, str):
+        return tokens.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+    if isinstance(value, dict):
+        return {key: _break_tokens(item, tokens, mark) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_break_tokens(item, tokens, mark) for item in value)
+    return value

@@ -17,6 +17,7 @@ from etl.errors import RowError
 
 _IS_DIGIT: Final = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
 _MOST_DIGITS: Final = 4000
+_BLANKS: Final = " \t\r\n"
 
 
 class LongInteger(str):
@@ -26,7 +27,7 @@ class LongInteger(str):
 
 
 def decode(raw: bytes) -> tuple[Any, bool]:
-    """The value and whether all its text is known to be encodable as UTF-8. Raises RowError `json` or `encoding`.
+    """The value and whether all its text is known to be encodable as UTF-8. Raises RowError `json`, `encoding`, `shape`.
 
     One leading BOM is passed over. The last of duplicate keys wins, integers keep every digit.
     """
@@ -44,10 +45,12 @@ def decode(raw: bytes) -> tuple[Any, bool]:
 
 
 def decode_text(text: str) -> Any:
-    """The value that a string spells, by the patient parser alone. Raises RowError `json`."""
+    """The value that a string spells, by the patient parser alone. Raises RowError `json`, `shape` on half an array."""
     try:
         return _PATIENT.decode(text)
     except json.JSONDecodeError as error:
+        if text.lstrip(_BLANKS).startswith("["):
+            raise RowError("shape", f"a JSON array begins, not an object: {_describe(text, error)}") from error
         raise RowError("json", _describe(text, error)) from error
     except RecursionError as error:
         raise RowError("json", "nested too deep to be read") from error
@@ -58,7 +61,7 @@ def spelled_object(text: str) -> dict[str, Any] | None:
 
     The text of the object is checked here, since the line that holds the string as text could not show it.
     """
-    value = spelled_value(text) if text.lstrip(" \t\r\n").startswith("{") else None
+    value = spelled_value(text) if text.lstrip(_BLANKS).startswith("{") else None
     return value if isinstance(value, dict) else None
 
 
@@ -129,6 +132,8 @@ def _describe(text: str, error: json.JSONDecodeError) -> str:
     near = ascii(text[max(0, error.pos - 20) : error.pos + 20])
     if not text[error.pos :].strip() or error.msg.startswith("Unterminated string"):
         return f"the line ends within a value (torn?): {error.msg} at byte {at}, near {near}"
+    if text[error.pos :].strip() == ",":
+        return f"a comma follows the value at byte {at}: a JSON array, not JSON lines?"
     if error.msg == "Extra data":
         return f"more follows the value (two lines glued together?) at byte {at}, near {near}"
     return f"{error.msg} at byte {at}, near {near}{_glued(text)}"

@@ -108,11 +108,21 @@ def test_what_is_not_utf8_is_encoding(raw: bytes, said: str) -> None:
     assert said in f"{error.reason}: {error.detail}"
 
 
-@pytest.mark.parametrize("raw", [b'{"messages":[{"ro', b'{"a": "un', b'{"a":', b"[1, 2", b"", b'{"a": 1,'])
+@pytest.mark.parametrize("raw", [b'{"messages":[{"ro', b'{"a": "un', b'{"a":', b"", b'{"a": 1,'])
 def test_a_torn_line_says_so(raw: bytes) -> None:
     error = error_of(raw)
     assert error.reason == "json"
     assert "torn" in error.detail
+
+
+@pytest.mark.parametrize("raw", [b"[", b'[{"a": 1},', b'\xef\xbb\xbf [{"a": 1}, {"b"'])
+def test_the_first_line_of_an_array_is_of_no_shape(raw: bytes) -> None:
+    assert error_of(raw).reason == "shape"
+
+
+def test_a_line_of_an_array_names_its_comma() -> None:
+    error = error_of(b'  {"a": 1}, ')
+    assert (error.reason, "a JSON array, not JSON lines?" in error.detail) == ("json", True)
 
 
 def test_two_glued_objects_say_where_the_second_begins() -> None:

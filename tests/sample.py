@@ -12,12 +12,13 @@ import bisect
 import datetime as dt
 import functools
 import gzip
+import itertools
 import json
 import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -674,35 +675,60 @@ def tools_talk(rng: random.Random, at: int) -> Row:
     return {"messages": messages, "tools": json.dumps(TOOLS) if at % 7 == 0 else list(TOOLS), "finish_reason": "stop"}
 
 
-def solved(rng: random.Random, count: int) -> Iterator[Turn]:
+class Drawer:
+    """Draws rows until one is new: no two of the sample are the same."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.seen: set[str] = set()
+
+    def draw(self, count: int, make: Callable[[random.Random, int], Row]) -> list[Row]:
+        """`count` new rows, the n-th of them by `make(rng, n)`."""
+        return [self.fresh(functools.partial(make, self.rng, at)) for at in range(count)]
+
+    def fresh(self, make: Callable[[], Row]) -> Row:
+        while (key := json.dumps(row := make())) in self.seen:
+            pass
+        self.seen.add(key)
+        return row
+
+
+def solved(rng: random.Random, at: int) -> Turn:
     """One problem after another, each kind in its turn."""
-    for at in range(count):
-        yield SOLVERS[at % len(SOLVERS)](rng)
+    return SOLVERS[at % len(SOLVERS)](rng)
+
+
+def rows(seed: int) -> dict[str, list[Row]]:
+    """The ROWS good rows, by object name."""
+    drawer = Drawer(seed)
+    draw = drawer.draw
+    return {
+        "maths-00.jsonl": draw(80, lambda rng, at: apart(solved(rng, at))),
+        "maths-01.jsonl": [
+            *draw(34, lambda rng, at: inline(solved(rng, at))),
+            *draw(6, lambda rng, at: cut(solved(rng, at), at % 3)),
+        ],
+        "programs.jsonl": draw(42, programs_talk),
+        "prompts.ndjson": draw(20, lambda rng, at: prompted(solved(rng, at))),
+        "talk.jsonl.zst": draw(50, facts_talk),
+        "tools.jsonl": draw(28, tools_talk),
+        "world.jsonl.gz": [
+            *draw(len(NATIVE), lambda _, at: apart(Turn(*NATIVE[at]))),
+            *draw(28, lambda rng, _: apart(sentence(rng))),
+        ],
+    }
 
 
 def objects(seed: int = 36) -> dict[str, list[str]]:
     """The sample's lines by object name: ROWS good ones, and one torn and one of an unknown role."""
-    rng = random.Random(seed)
-    rows: dict[str, list[Row]] = {
-        "maths-00.jsonl": [apart(turn) for turn in solved(rng, 80)],
-        "maths-01.jsonl": [
-            *map(inline, solved(rng, 34)),
-            *(cut(turn, at % 3) for at, turn in enumerate(solved(rng, 6))),
-        ],
-        "programs.jsonl": [programs_talk(rng, at) for at in range(42)],
-        "prompts.ndjson": [prompted(turn) for turn in solved(rng, 20)],
-        "talk.jsonl.zst": [facts_talk(rng, at) for at in range(50)],
-        "tools.jsonl": [tools_talk(rng, at) for at in range(28)],
-        "world.jsonl.gz": [*(apart(Turn(*native)) for native in NATIVE), *(apart(sentence(rng)) for _ in range(28))],
-    }
-    numbers = iter(range(10**6))
+    numbers = itertools.count()
     lines = {
         name: [json.dumps({"id": f"completion-{next(numbers):06d}", **row}, ensure_ascii=False) for row in made]
-        for name, made in rows.items()
+        for name, made in rows(seed).items()
     }
     lines["maths-01.jsonl"].insert(17, lines["maths-01.jsonl"][5][:240])
-    lines["talk.jsonl.zst"].insert(30, json.dumps({"id": "completion-999999", "messages": [
-        {"role": "narrator", "content": "Meanwhile, far away…"}, {"role": "assistant", "content": "Who said that?"}]}))  # fmt: skip
+    narrated = [{"role": "narrator", "content": "Meanwhile…"}, {"role": "assistant", "content": "Who said that?"}]
+    lines["talk.jsonl.zst"].insert(30, json.dumps({"id": "completion-999999", "messages": narrated}))
     return lines
 
 

@@ -27,7 +27,7 @@ class LongInteger(str):
 
 
 def decode(raw: bytes) -> tuple[Any, bool]:
-    """The value and whether all its text is known to be encodable as UTF-8. Raises RowError `json`, `encoding`, `shape`.
+    """The value, and whether all its text is known to be encodable. Raises RowError `json`, `encoding` or `shape`.
 
     One leading BOM is passed over. The last of duplicate keys wins, integers keep every digit.
     """

@@ -48,7 +48,7 @@ class S3Server(str):
             "no_proxy": "127.0.0.1",
         }
 
-    def client(self) -> Any:
+    def client(self, tries: int = 5) -> Any:
         """A boto3 client: independent of the code under test, used to prepare buckets and look at what is there."""
         return boto3.client(
             "s3",
@@ -56,7 +56,9 @@ class S3Server(str):
             aws_access_key_id=ACCESS_KEY,
             aws_secret_access_key=SECRET_KEY,
             region_name="us-east-1",
-            config=Config(proxies={}, s3={"addressing_style": "path"}),
+            config=Config(
+                proxies={}, retries={"total_max_attempts": tries}, s3={"addressing_style": "path"}, read_timeout=60
+            ),
         )
 
     def create_bucket(self, name: str) -> str:
@@ -152,7 +154,7 @@ def _free_ports() -> dict[str, int]:
 
 def _await_ready(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 60
-    client = server.client()
+    client = server.client(tries=1)
     while time.monotonic() < deadline and process.poll() is None:
         try:
             client.create_bucket(Bucket="ready")

@@ -94,10 +94,15 @@ class _Row:
         """The text of other messages under the row's template arguments. Raises RowError."""
         return self.template.trace(messages, tools, documents, self.arguments).text
 
-    def recall(self, what: str) -> tuple[str, str]:
-        """The key of what the template's memory holds under these template arguments."""
-        same = self.arguments is self.template.arguments
-        return what, "" if same else json.dumps(self.arguments, sort_keys=True, default=repr)
+    @property
+    def forms(self) -> dict[tuple[bool, bool], list[Form]]:
+        """What is known of the text around pieces, by (has reasoning, has an answer)."""
+        return self.template.recall("forms", self.arguments, dict)
+
+    @property
+    def roles(self) -> set[tuple[str, bool]]:
+        """(role, whether first) of messages that the template renders outside of its loops."""
+        return self.template.recall("roles", self.arguments, set)
 
 
 # --- one row ---
@@ -189,8 +194,8 @@ def _turns_by_form(row: _Row) -> dict[int, Turn] | None:
     """The turns of a row all of whose trained turns equal a known form; None where one does not."""
     if not row.trained:
         return {}
-    forms: dict[tuple[bool, bool], list[Form]] | None = row.template.memory.get(row.recall("forms"))
-    if forms is None or not row.template.follows_loops:
+    forms = row.forms
+    if not forms or not row.template.follows_loops:
         return None
     turns = {}
     for k in row.trained:
@@ -222,8 +227,7 @@ def _remember(row: _Row, turn: Turn, pieces: Pieces, reasoning: Span | None, ans
     form = None if pieces.calls else make_form(turn, row.trace.text, reasoning, answer)
     if form is None:
         return
-    forms = row.template.memory.setdefault(row.recall("forms"), {})
-    known = forms.setdefault((pieces.reasoning is not None, pieces.answer is not None), [])
+    known = row.forms.setdefault((pieces.reasoning is not None, pieces.answer is not None), [])
     if form not in known and len(known) < _FORMS_KEPT:
         known.append(form)
 
@@ -275,7 +279,9 @@ def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> tuple[Turn,
         end=_find_end(row, intervals, floor, marked.broken),
         dropped=len(present) < len(found) or _is_shortened(row, k, pieces, found),
     )
-    if reasoning:
+    if empty:
+        turn = _with_empty_thought(row, turn, empty)
+    elif reasoning:
         limit = turn.end[0] if turn.end else intervals[-1][1]
         turn = _with_thought(row, turn, reasoning, min([limit, *(s for s, _ in present if s >= reasoning[1])]))
     if pieces.calls:
@@ -334,9 +340,18 @@ def _with_thought(row: _Row, turn: Turn, reasoning: Span, following: int) -> Tur
     span = opener and (opener.start(), opener.end() + text.startswith("\n", opener.end()))
     close = THINK_CLOSE.search(text, reasoning[1], following)
     at = text.find(header, reasoning[1], following) if header and close is None else -1
-    end = (
-        at + len(header) if at >= 0 else _skip_blanks(text, _close_of_thought(row, reasoning[1], following), following)
-    )
+    end = at + len(header)
+    if at < 0:
+        end = _skip_blanks(text, _close_of_thought(row, reasoning[1], following), following)
+    return replace(turn, opener=span, thought_end=end)
+
+
+def _with_empty_thought(row: _Row, turn: Turn, empty: Span) -> Turn:
+    """The same of an empty think block, for those who train it (`--train-empty-think`)."""
+    text, header = row.trace.text, row.template.header(row.arguments)
+    opener = THINK_OPEN.match(text, empty[0])
+    span = opener and (opener.start(), opener.end() + text.startswith("\n", opener.end()))
+    end = empty[1] + len(header) if header and text.startswith(header, empty[1]) else empty[1]
     return replace(turn, opener=span, thought_end=end)
 
 
@@ -504,12 +519,11 @@ def _judge_control_tokens(row: _Row, marked: Marked, *, typed: bool) -> tuple[tu
 
 def _shows_every_role(row: _Row) -> bool:
     """Whether every message that says something is known to be in the text, without looking closely."""
-    known: set[tuple[str, bool]] = row.template.memory.get(row.recall("roles"), set())
     for k, message in enumerate(row.messages):
         if k in row.owned or message.get("role") == "assistant":
             continue
         said = content_text(message).strip()
-        if said and ((message["role"], k == 0) not in known or said not in row.trace.text):
+        if said and ((message["role"], k == 0) not in row.roles or said not in row.trace.text):
             return False
     return True
 
@@ -523,4 +537,4 @@ def _require_roles(row: _Row, marked: Marked) -> None:
         role = message.get("role")
         if pair[0] not in marked.places:
             raise RowError("role", f"the template leaves out {role} messages; --role-map {role}=… renames a role")
-        row.template.memory.setdefault(row.recall("roles"), set()).add((role, k == 0))
+        row.roles.add((str(role), k == 0))

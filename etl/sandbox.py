@@ -18,7 +18,7 @@ from types import BuiltinMethodType, NoneType
 from typing import Any, Final
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import EvalContext
@@ -68,14 +68,17 @@ class Trace:
 
 
 class Sandbox:
-    """A compiled template. `has_tags`: `{% generation %}` blocks bound its trained text; `hides_tags`: it has such
-    blocks in macros, where they cannot be followed. Raises UsageError where it cannot be compiled.
+    """A compiled template. Raises UsageError where it cannot be compiled.
+
+    `has_tags`: `{% generation %}` blocks bound its trained text; `hides_tags`: it has such blocks in macros, where
+    they cannot be followed; `reads`: the names of the variables that it can read.
     """
 
     def __init__(self, source: str, date: str | None) -> None:
         environment = _environment(date)
         try:
             tree = environment.parse(source)
+            self.reads = frozenset(meta.find_undeclared_variables(tree))
             has_tags = _has_events(tree)
             self.hides_tags = any(_has_events(node) for node in tree.find_all(_BUFFERED))
             self.has_tags = has_tags and not self.hides_tags

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from etl.config import RunConfig
 from etl.errors import RowError, UsageError
@@ -25,6 +25,8 @@ THINK_OPEN: Final = re.compile(rf"<\|channel>thought|[<\[◁](?!/|\|?END){_TAG}"
 THINK_CLOSE: Final = re.compile(rf"<channel\|>|[<\[◁](?:/|\|?END_?){_TAG}", re.IGNORECASE)
 """A tag that closes a thought."""
 
+_T = TypeVar("_T")
+_MEMORY: Final = 256  # rows can bring any number of template arguments
 _CALL: Final = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
 _SAID: Final = ("zq first", "zq second", "zq third", "zq fourth")
 _THOUGHT: Final = "zq thought"
@@ -59,9 +61,8 @@ class ChatTemplate:
         self.added_tokens = _alternatives([*added_tokens, *special, *([eos] if isinstance(eos, str) else [])])
         self.control_tokens = _alternatives(special)
         self.control_prefixes = tuple(sorted({token[:2] for token in special}))
-        self.memory: dict[tuple[str, str], Any] = {}  # what rendering has learned of the text around pieces
+        self._memory: dict[tuple[str, str], Any] = {}
         self._sandbox = Sandbox(source, date)
-        self._prompts: dict[str, tuple[str, str]] = {}
         self._check_clock()
         self.as_parts = self._learn_parts()
         self.reasoning_field = self._learn_reasoning_field()
@@ -71,10 +72,10 @@ class ChatTemplate:
 
     @classmethod
     def from_spec(cls, spec: TokenizerSpec, config: RunConfig) -> ChatTemplate:
-        """From what a worker is sent; `config.chat_template` is the text of `--chat-template`, if it was given."""
+        """From what a worker is sent; `spec.chat_template` is that of `--chat-template` where it was given."""
         added = _added_tokens(spec.backend_json)
         return cls(
-            config.chat_template or spec.chat_template,
+            spec.chat_template,
             spec.special_tokens,
             [token["content"] for token in added],
             [token["content"] for token in added if token.get("special")],
@@ -173,13 +174,29 @@ class ChatTemplate:
         except RowError:
             return None
 
+    def key(self, arguments: Mapping[str, Any]) -> str:
+        """Equal for template arguments between which this template cannot tell."""
+        if arguments is self.arguments:
+            return ""
+        read = {name: value for name, value in arguments.items() if name in self._sandbox.reads}
+        return json.dumps(read, sort_keys=True, default=repr)
+
+    def recall(self, what: str, arguments: Mapping[str, Any], make: Callable[[], _T]) -> _T:
+        """What is remembered under these template arguments, made where it is not; the oldest is forgotten."""
+        key = what, self.key(arguments)
+        if key not in self._memory:
+            while len(self._memory) >= _MEMORY:
+                self._memory.pop(next(iter(self._memory)))
+            self._memory[key] = make()
+        found: _T = self._memory[key]
+        return found
+
     def _prompt(self, arguments: Mapping[str, Any]) -> tuple[str, str]:
-        key = "" if arguments is self.arguments else json.dumps(arguments, sort_keys=True, default=repr)
-        if key not in self._prompts:
-            prompt = self._find_prompt(arguments)
-            opener = THINK_OPEN.search(prompt)
-            self._prompts[key] = prompt, prompt[: opener.start()] if opener else prompt
-        return self._prompts[key]
+        return self.recall("prompt", arguments, lambda: self._split_prompt(self._find_prompt(arguments)))
+
+    def _split_prompt(self, prompt: str) -> tuple[str, str]:
+        opener = THINK_OPEN.search(prompt)
+        return prompt, prompt[: opener.start()] if opener else prompt
 
     def _find_prompt(self, arguments: Mapping[str, Any]) -> str:
         for before in ([], [_SYSTEM]):

@@ -390,3 +390,26 @@ def test_a_raw_deflate_bomb_of_many_lines_comes_in_batches(tmp_path: Path) -> No
     tracemalloc.stop()
     assert total == 300_000
     assert peak < 48 * MIB
+
+
+@given(
+    words=st.lists(st.binary(max_size=30), max_size=30),
+    kind=st.sampled_from(list(PACKED)),
+    cut_at=st.floats(0, 1),
+    patch=st.binary(max_size=6),
+    extra=st.sampled_from([b"", b"\0\0", b"\n", skippable(), gzip.compress(b"x\ny"), b"BZh9"]),
+)
+@settings(deadline=None, max_examples=150)
+def test_whatever_happens_to_a_stream_every_line_is_a_line_a_blank_or_the_one_reject(
+    words: list[bytes], kind: str, cut_at: float, patch: bytes, extra: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    packed = PACKED[kind](b"\n".join(words)) + extra
+    at = int(cut_at * len(packed))
+    path = write(tmp_path_factory.getbasetemp(), packed[:at] + patch + packed[at + len(patch) :], "hostile.jsonl")
+    batches = read(partition_of(path), line_bytes=20)
+    found = sorted([(x.number, x.offset) for x in lines(batches)] + [(x.number, x.offset) for x in rejects(batches)])
+    total, blank, _ = counts(batches)
+    assert len(found) == total - blank
+    assert len({number for number, _ in found}) == len(found)
+    assert found == sorted(found, key=lambda item: item[1])
+    assert sum(reject.reason == "decompress" for reject in rejects(batches)) <= 1

@@ -6,7 +6,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
   $(name) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Not compiled here: of the thousands of modules (transformers alone has 3,000) a run imports a few hundred.
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
 MATERIAL := .cache/material/complete
 
 .PHONY: help run test test-long check bench clean setup

@@ -29,7 +29,7 @@ import zstandard
 SAMPLE: Final = Path(__file__).resolve().parent.parent / "etl" / "data" / "sample"
 LINES: Final = 302
 ROWS: Final = 300
-REASONS: Final = {"json": 1, "role": 1}
+REASONS: Final = {"json": 1, "template": 1}
 
 Row = dict[str, Any]
 
@@ -720,7 +720,7 @@ def rows(seed: int) -> dict[str, list[Row]]:
 
 
 def objects(seed: int = 36) -> dict[str, list[str]]:
-    """The sample's lines by object name: ROWS good ones, and one torn and one of an unknown role."""
+    """The sample's lines by object name: ROWS good ones, and one torn and one of a role that the template refuses."""
     numbers = itertools.count()
     lines = {
         name: [json.dumps({"id": f"completion-{next(numbers):06d}", **row}, ensure_ascii=False) for row in made]

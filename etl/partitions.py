@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bz2
 import hashlib
-import json
 import os
 import re
 import zlib
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
+import orjson
 import zstandard
 
 from etl.errors import StorageError, UsageError
@@ -101,11 +101,10 @@ def append_partitions(
 
 
 def partition_identity(ranges: Iterable[ObjectRange], fingerprint: str) -> str:
-    """First 12 hex of SHA-256 over one line of JSON `[url,etag,start,end]` a range, then the fingerprint, all UTF-8."""
+    """First 12 hex of SHA-256 over one line of compact JSON `["url","etag",start,end]` a range, then the fingerprint, all UTF-8."""
     digest = hashlib.sha256()
     for r in ranges:
-        record = json.dumps([r.url, r.etag, r.start, r.end], ensure_ascii=False, separators=(",", ":"))
-        digest.update(record.encode() + b"\n")
+        digest.update(orjson.dumps([r.url, r.etag, r.start, r.end]) + b"\n")
     digest.update(fingerprint.encode())
     return digest.hexdigest()[:12]
 

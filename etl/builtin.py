@@ -8,6 +8,7 @@ BPE does the same given `ignore_merges` and one merge for each token: the last j
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import importlib.util
 import json
@@ -42,8 +43,9 @@ _EOS: Final = "<|im_end|>"
 _PAD: Final = "<|endoftext|>"
 
 
+@functools.cache
 def builtin_spec(name: str) -> TokenizerSpec:
-    """The tokenizer that is built in under `name`, which begins with `builtin:`. Takes about two seconds.
+    """The tokenizer that is built in under `name`, which begins with `builtin:`. Takes about two seconds, once a process.
 
     Raises UsageError where there is none of that name, or where the vocabulary's package is missing.
     """

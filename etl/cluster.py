@@ -13,6 +13,7 @@ import socket
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import dask
@@ -58,7 +59,8 @@ SETTINGS: Final = {
     "distributed.admin.system-monitor.gil.enabled": False,
     "distributed.comm.timeouts.connect": "120s",
     "distributed.comm.timeouts.tcp": "120s",
-    "distributed.logging": {"distributed": "error", "bokeh": "error", "tornado": "error"},
+    # What fails is said once, by the client, in one line; a worker's own log would be a traceback for each try.
+    "distributed.logging": {"distributed": "critical", "bokeh": "critical", "tornado": "critical"},
     "distributed.nanny.pre-spawn-environ": NATIVE_THREADS,
 }
 
@@ -237,7 +239,7 @@ def _local_cluster(config: RunConfig) -> LocalCluster:
         dashboard_address=None if config.no_dashboard else _free_address(config.dashboard_address),
         memory_limit=memory_limit(config, workers),
         security=Security.temporary() if config.tls else None,
-        silence_logs=40,
+        silence_logs=50,
     )
 
 
@@ -311,7 +313,7 @@ def run_partitions(
     window = 3 * workers
 
     def submit(count: int) -> None:
-        chunk = [p for p, _ in zip(waiting, range(count), strict=False)]
+        chunk = list(islice(waiting, count))
         if chunk:
             futures = part_futures(client, chunk, kit_name, config)
             owner.update(zip((f.key for f in futures), chunk, strict=True))

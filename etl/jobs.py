@@ -303,7 +303,7 @@ class Books:
         """Judge the run; write SUCCESS if all is done and within the limits."""
         result = self._totals()
         result.exit_code, result.error = self._verdict()
-        if result.exit_code == 0:
+        if result.exit_code == 0 and not (self.seen.finished and not self.seen.todo):
             storage = self.seen.storage
             ledger.number_rejects(storage, self.places, self.seen.plan, self.receipts)
             ledger.write_success(storage, self.places, self.seen.plan, result.as_dict())

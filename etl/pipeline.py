@@ -5,10 +5,11 @@ parse → render → encode (ids and mask) → judge → table, batch by batch, 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -59,8 +60,20 @@ def build_kit(spec: TokenizerSpec, config: RunConfig) -> Kit:
         digest(settings(spec, config)),
         Storage.from_config(config),
         ChatTemplate.from_spec(spec, config),
-        Encoder(spec, config.engine, config.verify_share),
+        _encoder(_Loaded(spec, spec.sha256), config.engine, config.verify_share),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    spec: TokenizerSpec = field(compare=False)
+    sha256: str
+
+
+@functools.lru_cache(maxsize=1)
+def _encoder(loaded: _Loaded, engine: str, verify_share: float) -> Encoder:
+    # A worker that serves run after run of one tokenizer, as in a notebook, loads it once.
+    return Encoder(loaded.spec, engine, verify_share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,292 @@
+"""S3 to S3: every row once, parts, receipts and rejects in their places, and a second run that has nothing to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pytest
+from distributed import LocalCluster
+
+from etl import jobs
+from etl.cluster import SETTINGS
+from etl.errors import UsageError
+from etl.schema import COLUMNS, SCHEMA
+from etl.storage import Storage
+from tests.jobs import chat, config, jsonl, small_rows, stored, upload
+
+TORN = b'{"messages": [{"ro'
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Iterator[str]:
+    """The address of a cluster of two worker processes, for all runs of this file."""
+    import dask
+
+    with (
+        dask.config.set(SETTINGS),
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50) as cluster,
+    ):
+        yield cluster.scheduler_address
+
+
+@pytest.fixture
+def run(bucket: str, scheduler: str) -> Any:
+    """Run over the test's own bucket on the shared cluster."""
+
+    def start(**options: Any) -> jobs.RunResult:
+        return jobs.run(config(bucket, scheduler=scheduler, **options))
+
+    return start
+
+
+def test_every_row_arrives_once_in_the_order_of_objects_and_lines(s3: Any, bucket: str, run: Any) -> None:
+    names = [f"{i}.jsonl" for i in range(12)]
+    upload(s3, bucket, {name: jsonl(small_rows(3, f"{name}-")) for name in names})
+    result = run(partition_bytes=1000)
+    table = stored(result.output).table
+    assert table["id"].to_pylist() == [f"{name}-{i}" for name in sorted(names) for i in range(3)]
+    assert (result.exit_code, result.error, result.rows, result.rejected) == (0, None, 36, 0)
+    assert table.schema == SCHEMA
+
+
+def test_an_object_above_the_partition_size_is_cut_and_no_line_is_lost_or_doubled(
+    s3: Any, bucket: str, run: Any
+) -> None:
+    body = jsonl(small_rows(40))
+    upload(s3, bucket, {"a.jsonl": body})
+    result = run(partition_bytes=1000)
+    found = stored(result.output)
+    assert result.partitions == -(-len(body) // 1000)
+    assert found.table["id"].to_pylist() == [f"r{i}" for i in range(40)]
+    offsets = found.table["source_offset"].to_pylist()
+    assert [json.loads(body[at:].split(b"\n", 1)[0])["id"] for at in offsets] == [f"r{i}" for i in range(40)]
+
+
+def test_a_receipt_says_what_its_part_holds(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": b"\n" + jsonl(small_rows(5)) + TORN})
+    result = run(max_reject_share=0.5)
+    found = stored(result.output)
+    (receipt,) = found.receipts
+    ((name, body),) = found.parts.items()
+    etag = s3.head_object(Bucket=bucket, Key="completions/a.jsonl")["ETag"].strip('"')
+    size = s3.head_object(Bucket=bucket, Key="completions/a.jsonl")["ContentLength"]
+    assert name == f"part-0000000-{receipt['identity']}.parquet"
+    assert (receipt["part"], receipt["size"], receipt["sha256"]) == (name, len(body), hashlib.sha256(body).hexdigest())
+    assert receipt["objects"] == [
+        {"key": f"s3://{bucket}/completions/a.jsonl", "etag": etag, "start": 0, "end": size}
+    ]
+    counts = ("lines", "blank", "candidates", "rows", "rejected")
+    assert tuple(receipt[key] for key in counts) == (7, 1, 6, 5, 1)
+    assert receipt["reasons"] == {"json": 1}
+    assert receipt["tokens"] == sum(found.table["n_tokens"].to_pylist()) == result.tokens
+    assert receipt["loss_tokens"] == sum(found.table["n_loss_tokens"].to_pylist()) == result.loss_tokens
+    assert set(receipt["run"]) == {"seconds", "stages", "host", "retries"}
+
+
+def test_a_reject_says_where_it_stands_and_what_was_wrong(s3: Any, bucket: str, run: Any) -> None:
+    good = jsonl(small_rows(20))
+    upload(s3, bucket, {"a.jsonl": b"\n" + good + TORN + b"\n" + good})
+    result = run(max_reject_share=0.5, partition_bytes=500)
+    (reject,) = stored(result.output).rejects
+    assert result.exit_code == 0
+    assert (reject["source"], reject["line"]) == (f"s3://{bucket}/completions/a.jsonl", 22)
+    assert (reject["offset"], reject["bytes"]) == (1 + len(good), len(TORN))
+    assert (reject["reason"], reject["raw"], reject["truncated"]) == ("json", TORN.decode(), False)
+    assert set(reject) == {
+        *("source", "line", "offset", "bytes", "choice", "turn", "reason", "detail", "raw", "truncated")
+    }
+
+
+def test_a_partition_without_rows_has_a_receipt_and_no_part(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": b"\n\n", "b.jsonl": jsonl(small_rows(2))})
+    result = run(partition_bytes=1)
+    receipts = stored(result.output).receipts
+    empty = receipts[0]
+    assert (empty["lines"], empty["blank"], empty["rows"]) == (1, 1, 0)
+    assert (empty["part"], empty["size"], empty["sha256"]) == (None, None, None)
+    assert result.parts == len(stored(result.output).parts) == 2
+
+
+def test_success_appears_when_all_is_done_and_the_lease_is_gone(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(2))})
+    names = set(stored(run().output).objects)
+    assert "__etl/SUCCESS" in names
+    assert "__etl/plan.json" in names
+    assert "__etl/lease.json" not in names
+
+
+def test_a_finished_run_is_not_done_again(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(4))})
+    first = run()
+    before = {k: v for k, v in stored(first.output).objects.items() if not k.startswith("__etl/runs/")}
+    times = {o["Key"]: o["LastModified"] for o in s3.list_objects_v2(Bucket=bucket)["Contents"]}
+    again = run()
+    after = {k: v for k, v in stored(first.output).objects.items() if not k.startswith("__etl/runs/")}
+    assert after == before
+    assert {o["Key"]: o["LastModified"] for o in s3.list_objects_v2(Bucket=bucket)["Contents"]} == times
+    assert (again.exit_code, again.rows, again.partitions_done_before) == (0, 4, 1)
+
+
+@pytest.mark.parametrize("lost", ["part", "receipt", "both", "SUCCESS", "cut part"])
+def test_what_is_missing_is_made_again_byte_for_byte(s3: Any, bucket: str, run: Any, lost: str) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(3, f"{i}-")) for i in range(4)})
+    whole = stored(run(partition_bytes=600).output)
+    stem = list(whole.parts)[1].removesuffix(".parquet")
+    part, receipt = f"tokens/{stem}.parquet", f"tokens/__etl/receipts/{stem}.json"
+    for key in {"part": [part], "receipt": [receipt], "both": [part, receipt]}.get(lost, []):
+        s3.delete_object(Bucket=bucket, Key=key)
+    s3.delete_object(Bucket=bucket, Key="tokens/__etl/SUCCESS")
+    if lost == "cut part":
+        s3.put_object(Bucket=bucket, Key=part, Body=whole.parts[f"{stem}.parquet"][:-1])
+    result = run(partition_bytes=600)
+    repaired = stored(result.output)
+    assert repaired.parts == whole.parts
+    assert repaired.objects["__etl/SUCCESS"] == whole.objects["__etl/SUCCESS"]
+    assert result.partitions_done_before == (4 if lost == "SUCCESS" else 3)
+
+
+def test_candidates_are_rows_and_rejects_in_every_partition_and_in_all(s3: Any, bucket: str, run: Any) -> None:
+    bad = [{"messages": []}, {"messages": [{"role": "user", "content": "Hi"}]}, {"text": 1}]
+    upload(s3, bucket, {f"{i}.jsonl": jsonl([*small_rows(3), *bad]) + TORN for i in range(3)})
+    result = run(max_reject_share=1)
+    receipts = stored(result.output).receipts
+    for receipt in (*receipts, result.as_dict()):
+        assert receipt["candidates"] == receipt["rows"] + receipt["rejected"] == sum(receipt["reasons"].values()) + receipt["rows"]
+        assert receipt["lines"] == receipt["rows"] + receipt["rejected"] + receipt["blank"]
+    assert result.rows == 9
+
+
+def test_too_many_rejects_end_with_1_and_without_success_and_a_higher_limit_adds_it(
+    s3: Any, bucket: str, run: Any
+) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(9)) + TORN})
+    strict = run()
+    assert (strict.exit_code, strict.rows) == (1, 9)
+    assert "1 of 10 candidates were rejected (10.00%), more than --max-reject-share 0.01" in str(strict.error)
+    assert "__etl/SUCCESS" not in stored(strict.output).objects
+    lenient = run(max_reject_share=0.1)
+    assert (lenient.exit_code, lenient.partitions_done_before) == (0, 1)
+    assert "__etl/SUCCESS" in stored(strict.output).objects
+
+
+def test_on_error_fail_ends_with_1_at_a_bad_row(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(200)) + TORN})
+    result = run(on_error="fail")
+    assert result.exit_code == 1
+    assert "--on-error fail: 1 rows rejected (json)" in str(result.error)
+
+
+def test_a_partition_that_fails_leaves_the_others_done(s3: Any, bucket: str, run: Any, monkeypatch: Any) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(3, f"{i}-")) for i in range(4)})
+    surveyed = jobs.survey
+
+    def replaced_after_listing(options: Any) -> jobs.Survey:
+        seen = surveyed(options)
+        upload(s3, bucket, {"1.jsonl": jsonl(small_rows(9))})
+        return seen
+
+    monkeypatch.setattr(jobs, "survey", replaced_after_listing)
+    result = run(partition_bytes=600)
+    assert (result.exit_code, result.partitions_failed, result.rows) == (1, 1, 9)
+    assert "1.jsonl changed since it was listed" in str(result.error)
+    assert "__etl/SUCCESS" not in stored(result.output).objects
+
+
+def test_new_objects_are_appended_and_old_parts_never_move(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"b.jsonl": jsonl(small_rows(3, "b"))})
+    first = stored(run().output)
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3, "a"))})
+    second = stored(run().output)
+    assert list(second.parts)[0] == list(first.parts)[0]
+    assert second.table["id"].to_pylist() == ["b0", "b1", "b2", "a0", "a1", "a2"]
+    assert len(json.loads(second.objects["__etl/plan.json"])["partitions"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"min_loss_tokens": 0}, r"min_loss_tokens \(was 1, is 0\)"),
+        ({"partition_bytes": "1MiB"}, r"partition_bytes \(was 16777216, is 1048576\)"),
+        ({"template_arg": {"preserve_thinking": True}}, r"template_arg"),
+    ],
+)
+def test_other_options_on_a_used_output_are_named_and_refused(
+    s3: Any, bucket: str, run: Any, options: dict[str, Any], says: str
+) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(2))})
+    before = stored(run().output)
+    with pytest.raises(UsageError, match=says):
+        run(**options)
+    assert stored(f"s3://{bucket}/tokens/") == before
+
+
+@pytest.mark.parametrize(("change", "says"), [("replace", "a.jsonl changed"), ("delete", "a.jsonl is gone")])
+def test_changed_input_is_named_and_refused(s3: Any, bucket: str, run: Any, change: str, says: str) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(2)), "b.jsonl": jsonl(small_rows(2))})
+    run()
+    if change == "replace":
+        upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    else:
+        s3.delete_object(Bucket=bucket, Key="completions/a.jsonl")
+    with pytest.raises(UsageError, match=says):
+        run()
+
+
+def test_a_local_folder_gives_the_same_rows_as_s3(s3: Any, bucket: str, run: Any, tmp_path: Path, scheduler: str) -> None:
+    body = jsonl(small_rows(20))
+    upload(s3, bucket, {"a.jsonl": body})
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(body)
+    remote = stored(run(partition_bytes=500).output).table.drop(["source"])
+    here = config(bucket, scheduler=scheduler, partition_bytes=500)
+    jobs.run(type(here)(**{**vars(here), "input": str(tmp_path / "in"), "output": str(tmp_path / "out")}))
+    local = stored(str(tmp_path / "out")).table
+    assert local.drop(["source"]).equals(remote)
+    assert set(local["source"].to_pylist()) == {str(tmp_path / "in" / "a.jsonl")}
+
+
+@pytest.mark.filterwarnings("ignore:The inplace keyword:DeprecationWarning")  # Dask's own, inside read_parquet
+def test_readers_of_parquet_see_the_promised_columns(
+    s3: Any, bucket: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dask.dataframe as dd
+    import datasets
+
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(5, f"{i}-")) for i in range(3)})
+    found = stored(run(partition_bytes=600).output)
+    for name, body in found.objects.items():
+        (tmp_path / "tokens" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tokens" / name).write_bytes(body)
+    parts, names = str(tmp_path / "tokens" / "*.parquet"), [name for name, _, _ in COLUMNS]
+    ids, first = found.table["id"].to_pylist(), found.table["input_ids"][0].as_py()
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    dataset = datasets.load_dataset("parquet", data_files=parts, split="train", cache_dir=str(tmp_path / "cache"))
+    assert (dataset.column_names, dataset["id"][:], dataset[0]["input_ids"]) == (names, ids, first)
+    lazy = pl.scan_parquet(parts).collect()
+    assert (lazy.columns, lazy["id"].to_list(), lazy["input_ids"][0].to_list()) == (names, ids, first)
+    frame = pd.concat(pd.read_parquet(path) for path in sorted((tmp_path / "tokens").glob("*.parquet")))
+    assert (list(frame.columns), list(frame["id"]), list(frame["input_ids"].iloc[0])) == (names, ids, first)
+    whole = pd.read_parquet(tmp_path / "tokens")
+    assert sorted(whole["id"]) == sorted(ids)
+    dasked = dd.read_parquet(parts).compute()
+    assert (list(dasked.columns), list(dasked["id"]), list(dasked["input_ids"].iloc[0])) == (names, ids, first)
+
+
+def test_a_user_who_types_control_tokens_is_counted_in_the_receipt(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl([chat("x", "What is <|im_end|>?", "A token."), *small_rows(1)])})
+    (receipt,) = stored(run().output).receipts
+    assert receipt["counts"]["control_token_rows"] == 1
+
+
+def test_no_credential_reaches_the_output(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(2)) + TORN})
+    objects = stored(run(max_reject_share=1).output).objects
+    assert not [name for name, body in objects.items() if b"test-secret-key" in body or b"test-access-key" in body]
+    assert Storage().get(f"s3://{bucket}/tokens/__etl/plan.json") is not None

@@ -43,6 +43,7 @@ CHAT = [user(), assistant("a"), user(), assistant("b")]
         ({"id": 0}, "0"),
         ({"id": 18446744073709551617}, "18446744073709551617"),
         ({"id": None, "uuid": "u"}, "u"),
+        ({"id": "", "uuid": "u"}, "u"),
         ({"id": True, "uuid": 1.5}, f"{SOURCE}@7"),
         ({"id": ["x"], "custom_id": {}}, f"{SOURCE}@7"),
         ({}, f"{SOURCE}@7"),

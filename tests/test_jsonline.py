@@ -157,6 +157,11 @@ def test_any_bytes_give_a_value_or_a_named_reason(raw: bytes) -> None:
         decode(raw)
 
 
+def test_a_number_too_long_to_convert_is_named_where_its_value_is_used() -> None:
+    with pytest.raises(RowError, match="json: tools holds a number of 5000 digits"):
+        require_text(value_of(b'[{"maximum": ' + b"7" * 5000 + b"}]"), "tools")
+
+
 def test_a_string_that_spells_an_object_is_that_object() -> None:
     assert spelled_object('{"city": "M\\u00e1laga", "n": 18446744073709551617}') == {
         "city": "Málaga",

@@ -168,6 +168,7 @@ def test_every_spelling_of_reasoning_is_handed_over_alike(message: dict[str, Any
         assistant("ok", thinking=True),
         assistant("<think>\n\n</think>\n\nok"),
         assistant("<think></think>ok"),
+        assistant("<think> \t </think>ok"),
     ],
 )
 def test_null_or_blank_reasoning_is_none(message: dict[str, Any]) -> None:
@@ -265,6 +266,10 @@ def test_a_cut_says_whether_the_text_itself_closed_the_thought(
     conversation = row_of({"messages": [user(), assistant(content, finish_reason="length")]}, QWEN36)
     assert conversation.messages[1] == assistant(answer, reasoning_content=reasoning)
     assert conversation.closed == ({1} if closed else frozenset())
+
+
+def test_a_complete_reply_has_no_cut_to_close() -> None:
+    assert row_of({"messages": [user(), assistant("<think>R</think>ok")]}).closed == frozenset()
 
 
 def test_a_complete_reply_with_an_open_tag_is_answer_text() -> None:

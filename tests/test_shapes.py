@@ -163,6 +163,12 @@ def test_several_choices_are_one_row_each() -> None:
     assert first.row_id == second.row_id == "x"
 
 
+def test_a_rows_finish_reason_holds_for_a_choice_that_gives_none() -> None:
+    choices = [{"message": assistant("a")}, {"message": assistant("b"), "finish_reason": "stop"}]
+    first, second = rows_of({"messages": [user()], "choices": choices, "finish_reason": "length"})
+    assert (first.cut, second.cut) == (frozenset({1}), frozenset())
+
+
 def test_a_faulty_choice_costs_no_other() -> None:
     row = {
         "messages": [user()],

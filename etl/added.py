@@ -7,13 +7,16 @@ An added token is cut out before anything else happens to the text; by its flags
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from etl.records import Span
 
-BLANKS: Final = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+BLANKS: Final = (
+    "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+)
 """Unicode's White_Space, which Python's `str.strip` exceeds by four control characters."""
 
 _WORD: Final = re.compile(r"\w")
@@ -36,14 +39,17 @@ class AddedTokens:
         longest_first = sorted(self._by_content, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def find(self, text: str, literal: Iterable[Span] = ()) -> Iterator[Match]:
-        """The tokens in the text in order, passing over any that touches a `literal` range."""
-        ranges = list(literal)
+    def find(self, text: str, literal: Sequence[Span] = ()) -> Iterator[Match]:
+        """The tokens in the text in order, passing over any that touches one of the ascending `literal` ranges."""
+        starts = [start for start, _ in literal]
         done = 0
         for match in self._pattern.finditer(text) if self._pattern else ():
             start, end = match.span()
             i, token = self._by_content[match[0]]
-            if any(a < end and start < b for a, b in ranges) or (token.single_word and _within_word(text, start, end)):
+            last = bisect_left(starts, end) - 1
+            if last >= 0 and literal[last][1] > start:
+                continue
+            if token.single_word and _within_word(text, start, end):
                 continue
             if token.lstrip:
                 start = max(done, _before_blanks(text, done, start))

@@ -23,6 +23,7 @@ TokenIds: TypeAlias = tuple[Sequence[int], Sequence[int]]
 """A row that came tokenized: prompt ids, which are not trained, and generated ids, which are."""
 
 _NO_IDS: Final = np.zeros(0, np.int32)
+_INT32_END: Final = 2**31
 
 
 class Encoder:
@@ -38,6 +39,7 @@ class Encoder:
         self._verify_share = verify_share
         self._seed = seed
         self._lengths = self._truth.byte_lengths()
+        self._longest = 1 if self._lengths is None else int(self._lengths.max())
         self._fast: Gigatoken | None = None
         self.why: str | None = "--engine transformers" if engine == "transformers" else None
         if engine != "transformers":
@@ -107,13 +109,16 @@ class Encoder:
         """(rows that both engines encoded, rows among them on which they differ)."""
         if self._fast is None or not self._verify_share:
             return 0, 0
-        texts = [(i, r.text) for i, r in enumerate(rows) if isinstance(r, Rendered) and not r.literal and i not in failed]
+        texts = [
+            (i, r.text) for i, r in enumerate(rows) if isinstance(r, Rendered) and not r.literal and i not in failed
+        ]
         if not texts:
             return 0, 0
         # Seeded by the batch itself, so that the same rows are taken on every try and for any number of workers.
         draw = np.random.default_rng([self._seed, len(rows), sum(map(len, ids))])
         chosen = draw.random(len(texts)) < self._verify_share
-        chosen[draw.integers(len(texts))] = True
+        if not chosen.any():
+            chosen[draw.integers(len(texts))] = True
         sample = [text for text, taken in zip(texts, chosen.tolist(), strict=True) if taken]
         return len(sample), sum(not self._is_true(ids[i], text) for i, text in sample)
 
@@ -124,23 +129,25 @@ class Encoder:
             return False
 
     def _mask(
-        self, rows: Sequence[Rendered | TokenIds], ids: Ids, splits: npt.NDArray[np.int64], failed: Mapping[int, RowError]
+        self,
+        rows: Sequence[Rendered | TokenIds],
+        ids: Ids,
+        splits: npt.NDArray[np.int64],
+        failed: Mapping[int, RowError],
     ) -> tuple[npt.NDArray[np.int8], int]:
         """The mask of the batch on one axis of bytes, rows that do not lie on it apart; and how many ids proved wrong."""
-        lengths = np.zeros(len(ids), np.int64) if self._lengths is None else self._lengths[ids]
-        ends = np.cumsum(lengths)
-        edges = np.concatenate([np.zeros(1, np.int64), ends])[splits].tolist()
+        ends = self._token_ends(ids)
+        edges = np.concatenate([np.zeros(1, ends.dtype), ends])[splits].tolist()
         spans: list[Span] = []
         cuts: list[Span] = []
         apart: list[int] = []
-        for i, row in enumerate(rows):
+        for i, found in enumerate(self._places(rows, failed)):
             start, end = edges[i], edges[i + 1]
-            places = self._places(row)
-            if places is None or places.size != end - start:
+            if found is None or found.size != end - start:
                 apart.append(i)
                 continue
-            spans += [(start + a, start + b) for a, b in places.spans]
-            cuts += [(start + a, start + b) for a, b in places.cuts]
+            spans += [(start + a, start + b) for a, b in found.spans]
+            cuts += [(start + a, start + b) for a, b in found.cuts]
         mask = mask_by_ends(ends, spans, cuts)
         wrong = 0
         for i in apart:
@@ -150,10 +157,22 @@ class Encoder:
                 mask[splits[i] : splits[i + 1]] = 0 if own is None else own
         return mask, wrong
 
-    def _places(self, row: Rendered | TokenIds) -> Places | None:
-        if self._lengths is None or not isinstance(row, Rendered):
-            return None
-        return byte_places(row, self._truth.cut_out, nfc=self._truth.normalises_nfc)
+    def _token_ends(self, ids: Ids) -> npt.NDArray[np.int32] | npt.NDArray[np.int64]:
+        """Where each token ends in the bytes of the batch; 32 bits where these are enough, for speed."""
+        if self._lengths is None:
+            return np.zeros(len(ids), np.int32)
+        lengths = self._lengths[ids]
+        small = len(ids) < _INT32_END // self._longest
+        return np.cumsum(lengths, dtype=np.int32) if small else np.cumsum(lengths, dtype=np.int64)
+
+    def _places(self, rows: Sequence[Rendered | TokenIds], failed: Mapping[int, RowError]) -> list[Places | None]:
+        places: list[Places | None] = [None] * len(rows)
+        if self._lengths is not None:
+            texts = {i: row for i, row in enumerate(rows) if isinstance(row, Rendered) and i not in failed}
+            found = byte_places(list(texts.values()), self._truth.cut_out, nfc=self._truth.normalises_nfc)
+            for i, place in zip(texts, found, strict=True):
+                places[i] = place
+        return places
 
     def _mask_apart(self, row: Rendered | TokenIds, ids: Ids) -> npt.NDArray[np.int8] | None:
         """One row's mask without byte lengths; None where the reference has other ids than the row got."""

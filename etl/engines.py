@@ -6,10 +6,15 @@ makes one fail is one RowError, native panics included.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import re
+import resource
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -36,6 +41,10 @@ AWKWARD: Final = (
 )
 """Texts on which engines have differed: contractions, marks, compositions, scripts, emoji, blanks, long runs."""
 
+CACHE_BYTES: Final = 192 * 2**20
+"""How much the process may grow before the fast engine is loaded anew."""
+
+_WEIGHED_EVERY: Final = 4_000_000
 _BLANKS_MARKED: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _BYTE_TOKEN: Final = re.compile("<0x[0-9A-F]{2}>")
 _SAMPLED_TOKENS: Final = 4000
@@ -124,8 +133,8 @@ class Reference:
         found = self.offsets(text)
         return Offsets(found.ids, found.starts + by, found.ends + by)
 
-    def byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        """How many bytes of text each id stands for, int64 [largest id + 1]; None where ids have no fixed length.
+    def byte_lengths(self) -> npt.NDArray[np.int32] | None:
+        """How many bytes of text each id stands for, int32 [largest id + 1]; None where ids have no fixed length.
 
         They have one in byte-level BPE without a normaliser, or with NFC, whose byte lengths count then; and in BPE
         with byte fallback where the normaliser only writes blanks as `▁`.
@@ -142,9 +151,9 @@ class Reference:
             return None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         count = len(vocabulary)
-        lengths = np.zeros(max(self.largest_id, *vocabulary.values()) + 1, np.int64)
+        lengths = np.zeros(max(self.largest_id, *vocabulary.values()) + 1, np.int32)
         places = np.fromiter(vocabulary.values(), np.int64, count)
-        lengths[places] = np.fromiter(map(width, vocabulary), np.int64, count)
+        lengths[places] = np.fromiter(map(width, vocabulary), np.int32, count)
         for i, token in self._added.items():
             lengths[i] = len(token.content.encode())
         return lengths
@@ -177,26 +186,67 @@ def _parts(component: Any, children: str) -> list[dict[str, Any]]:
 
 
 class Gigatoken:
-    """The fast engine. Raises EngineUnsupported where it cannot load the tokenizer."""
+    """The fast engine. Raises EngineUnsupported where it cannot load the tokenizer.
+
+    It remembers every distinct word for good. Where the process has grown by `CACHE_BYTES` it is loaded anew, which
+    takes about a second: after gigabytes of prose, or some ten megabytes of random letters.
+    """
 
     name = "gigatoken"
 
     def __init__(self, backend_json: str) -> None:
-        try:
-            import gigatoken
-        except ImportError as error:
-            raise EngineUnsupported("gigatoken is not installed") from error
-        try:
-            self._tokenizer = gigatoken.Tokenizer.from_json(backend_json)
-        except BaseException as error:
-            raise EngineUnsupported(f"gigatoken cannot load it ({failure(error).detail})") from error
+        self._json = backend_json
+        self._tokenizer = _load_gigatoken(backend_json)
+        self._unweighed = 0
+        self._resident: int | None = None
 
     def ids(self, text: str) -> Ids:
         """Token ids, int32 [n]. Raises RowError where the text defeats the engine."""
+        self._unweighed += len(text)
+        if self._unweighed > _WEIGHED_EVERY:
+            self._weigh()
         try:
-            return self._tokenizer.encode(text).view(np.int32)
+            ids: Ids = self._tokenizer.encode(text).view(np.int32)
         except BaseException as error:
             raise failure(error) from error
+        return ids
+
+    def _weigh(self) -> None:
+        """Reload if the process has grown too much since it was first weighed, when its other buffers were in use."""
+        self._unweighed = 0
+        now = resident_bytes()
+        if self._resident is None:
+            self._resident = now
+        elif now - self._resident > CACHE_BYTES:
+            self._tokenizer = self._resident = None  # before the next one is loaded: never both at once
+            return_freed_memory()
+            self._tokenizer = _load_gigatoken(self._json)
+
+
+def _load_gigatoken(backend_json: str) -> Any:
+    try:
+        import gigatoken
+    except ImportError as error:
+        raise EngineUnsupported("gigatoken is not installed") from error
+    try:
+        return gigatoken.Tokenizer.from_json(backend_json)
+    except BaseException as error:
+        raise EngineUnsupported(f"gigatoken cannot load it ({failure(error).detail})") from error
+
+
+def resident_bytes() -> int:
+    """The process's resident memory; where the system does not tell, the most that it ever was."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def return_freed_memory() -> None:
+    """Have glibc give freed memory back to the system; other C libraries do so by themselves."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def load_agreeing(backend_json: str, reference: Reference) -> Gigatoken:

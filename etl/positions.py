@@ -10,7 +10,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,49 +19,90 @@ import numpy.typing as npt
 from etl.added import AddedTokens
 from etl.records import Rendered, Span
 
+_CONTINUATION, _FIRST_LEAD, _FIRST_LEAD_OF_3, _FIRST_LEAD_OF_4 = 0x80, 0xC0, 0xE0, 0xF0
 _FIRST_MARK: Final = 0x300
+_LEAD_OF_FIRST_MARK: Final = 0xCC
 _TABLE_END: Final = 0x30000
 _INERT, _CHANGES, _FOLLOWS, _UNKNOWN = 0, 1, 2, 3
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(NamedTuple):
     """Half-open byte ranges in the normalised text of `size` bytes; a cut is a point, or the range it fell into."""
 
     size: int
-    spans: list[Span]
-    cuts: list[Span]
+    spans: Sequence[Span]
+    cuts: Sequence[Span]
 
 
-def byte_places(rendered: Rendered, added: AddedTokens, *, nfc: bool) -> Places | None:
-    """Where the row's spans and cuts lie in UTF-8 bytes; `added` finds the tokens that are cut out unnormalised.
+def byte_places(rows: Sequence[Rendered], added: AddedTokens, *, nfc: bool) -> list[Places | None]:
+    """Where each row's spans and cuts lie in UTF-8 bytes; `added` finds the tokens that are cut out unnormalised.
 
     None where that cannot be told: the text holds characters that this Python's Unicode tables do not know, so that
-    the tokenizer may normalise them in another way.
+    the tokenizer may normalise them in another way. No text may hold a lone surrogate.
     """
-    text = rendered.text
-    if nfc and not text.isascii():
-        kinds = _kinds(text)
-        worst = int(kinds.max())
-        if worst == _UNKNOWN:
-            return None
-        if worst != _INERT and not unicodedata.is_normalized("NFC", text):
-            return _normalised_places(rendered, list(_changes(text, kinds, _stretches(text, added, rendered.literal))))
-    return _plain_places(rendered)
+    places: list[Places | None] = [
+        Places(len(row.text), row.spans, [(cut, cut) for cut in row.cuts]) if row.text.isascii() else None
+        for row in rows
+    ]
+    wide = [i for i, row in enumerate(rows) if places[i] is None]
+    if wide:
+        texts = _Texts([rows[i].text for i in wide])
+        worst = texts.worst_kinds() if nfc else [_INERT] * len(wide)
+        found = texts.places([rows[i] for i in wide])
+        for i, kind, place in zip(wide, worst, found, strict=True):
+            if kind == _INERT or (kind != _UNKNOWN and unicodedata.is_normalized("NFC", rows[i].text)):
+                places[i] = place
+            elif kind != _UNKNOWN:
+                places[i] = _normalised_places(rows[i], list(_changes(rows[i], added)))
+    return places
 
 
-def _plain_places(rendered: Rendered) -> Places:
-    text = rendered.text
-    if text.isascii():
-        return Places(len(text), list(rendered.spans), [(cut, cut) for cut in rendered.cuts])
-    points = sorted({*(edge for span in rendered.spans for edge in span), *rendered.cuts, len(text)})
-    at: dict[int, int] = {}
-    done = size = 0
-    for point in points:
-        size += len(text[done:point].encode())
-        at[point], done = size, point
-    spans = [(at[start], at[end]) for start, end in rendered.spans]
-    return Places(size, spans, [(at[cut], at[cut]) for cut in rendered.cuts])
+class _Texts:
+    """Several texts as one stretch of UTF-8 bytes, of which only the characters beyond ASCII are looked at."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        encoded = [text.encode() for text in texts]
+        self._bytes = np.frombuffer(b"".join(encoded), np.uint8)
+        self._byte_ends = np.cumsum([len(part) for part in encoded])
+        self._char_starts = np.cumsum([0, *map(len, texts)])[:-1].tolist()
+        self._leads = np.flatnonzero(self._bytes >= _FIRST_LEAD)
+        first = self._bytes[self._leads]
+        self._greatest = int(first.max(initial=0))
+        # The bytes beyond one that characters before each lead take, and the lead's place counted in characters.
+        more = 1 + (first >= _FIRST_LEAD_OF_3).astype(np.int64) + (first >= _FIRST_LEAD_OF_4)
+        self._more_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(more)])
+        self._characters = self._leads - self._more_before[:-1]
+
+    def worst_kinds(self) -> list[int]:
+        """The highest kind among each text's characters."""
+        worst = [_INERT] * len(self._byte_ends)
+        if self._greatest >= _LEAD_OF_FIRST_MARK:
+            kinds = _kinds(self._bytes[self._bytes >= _CONTINUATION].tobytes().decode())
+            special = np.flatnonzero(kinds)
+            owners = np.searchsorted(self._byte_ends, self._leads[special], side="right")
+            for owner, kind in set(zip(owners.tolist(), kinds[special].tolist(), strict=True)):
+                worst[owner] = max(worst[owner], kind)
+        return worst
+
+    def places(self, rows: Sequence[Rendered]) -> list[Places]:
+        """The places of the texts' rows as they stand, not normalised."""
+        points = [
+            start + point
+            for row, start in zip(rows, self._char_starts, strict=True)
+            for point in (0, *(edge for span in row.spans for edge in span), *row.cuts, len(row.text))
+        ]
+        before = np.searchsorted(self._characters, points, side="left")
+        bytes_at = (np.array(points) + self._more_before[before]).tolist()
+        found = []
+        at = 0
+        for row in rows:
+            zero, *edges = bytes_at[at : at + 2 * len(row.spans) + len(row.cuts) + 2]
+            at += len(edges) + 1
+            local = [edge - zero for edge in edges]
+            ends = 2 * len(row.spans)
+            spans = list(zip(local[0:ends:2], local[1:ends:2], strict=True))
+            found.append(Places(local[-1], spans, [(cut, cut) for cut in local[ends:-1]]))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +134,24 @@ def _normalised_places(rendered: Rendered, changes: Sequence[_Change]) -> Places
     return Places(place(len(text))[1], spans, [place(cut) for cut in rendered.cuts])
 
 
-def _stretches(text: str, added: AddedTokens, literal: Sequence[Span]) -> Iterable[Span]:
+def _stretches(row: Rendered, added: AddedTokens) -> Iterable[Span]:
     at = 0
-    for match in added.find(text, literal):
+    for match in added.find(row.text, row.literal):
         yield at, match.start
         at = match.end
-    yield at, len(text)
+    yield at, len(row.text)
 
 
-def _changes(text: str, kinds: npt.NDArray[np.uint8], stretches: Iterable[Span]) -> Iterable[_Change]:
+def _changes(row: Rendered, added: AddedTokens) -> Iterable[_Change]:
     """What NFC changes, run by run: a run is a character and those after it that NFC may join to it or move."""
-    for start, end in stretches:
-        if start == end or unicodedata.is_normalized("NFC", text[start:end]):
+    kinds = _kinds(row.text)
+    for start, end in _stretches(row, added):
+        if unicodedata.is_normalized("NFC", row.text[start:end]):
             continue
         heads = start + np.flatnonzero(kinds[start:end] < _FOLLOWS)
-        edges = [start, *heads.tolist(), end]
-        for run_start, run_end in zip(edges, edges[1:], strict=False):
+        for run_start, run_end in pairwise([start, *heads.tolist(), end]):
             if run_end - run_start > 1 or (run_end > run_start and kinds[run_start] != _INERT):
-                before = text[run_start:run_end]
+                before = row.text[run_start:run_end]
                 after = unicodedata.normalize("NFC", before)
                 if after != before:
                     yield _core(run_start, before, after)
@@ -123,7 +165,7 @@ def _core(start: int, before: str, after: str) -> _Change:
 
 
 def _kinds(text: str) -> npt.NDArray[np.uint8]:
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     return _table()[np.minimum(codes, _TABLE_END)]
 
 
@@ -144,10 +186,10 @@ def _table() -> npt.NDArray[np.uint8]:
             table[code] = _FOLLOWS
         elif not unicodedata.is_normalized("NFC", character):
             changing.append(code)
-        parts = unicodedata.decomposition(character).split()
-        if len(parts) == 2 and not parts[0].startswith("<"):
-            table[int(parts[1], 16)] = _FOLLOWS
+        first, *others = unicodedata.decomposition(character).split() or [""]
+        if others and not first.startswith("<"):
+            table[int(others[0], 16)] = _FOLLOWS
     for code in changing:
-        first = ord(unicodedata.normalize("NFD", chr(code))[0])
-        table[code] = max(table[code], _CHANGES, _FOLLOWS if table[first] == _FOLLOWS else _CHANGES)
+        head = ord(unicodedata.normalize("NFD", chr(code))[0])
+        table[code] = max(table[code], _FOLLOWS if table[head] == _FOLLOWS else _CHANGES)
     return table

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import logging
 import re
 import threading
@@ -88,6 +89,7 @@ def _fetch(name: str, revision: str | None, *, trust_remote_code: bool) -> tuple
 
     patterns = [*_FILES, *(["*.py"] if trust_remote_code else [])]
     silence: BaseException | None = None
+    found: str | None
     try:
         _within(HUB_SECONDS, lambda: huggingface_hub.HfApi().model_info(name, revision=revision, timeout=5))
         with _no_progress():
@@ -149,8 +151,7 @@ def _within(seconds: float, ask: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _no_progress() -> Iterator[None]:
-    from huggingface_hub import utils
-
+    utils: Any = importlib.import_module("huggingface_hub.utils")
     shown = not utils.are_progress_bars_disabled()
     utils.disable_progress_bars()
     try:

@@ -74,7 +74,10 @@ def start_hub(repositories: Mapping[str, Repository]) -> Iterator[Hub]:
             self.answer(200, json.dumps(entry).encode(), {"Content-Type": "application/json"})
 
         def list(self, files: Files) -> None:
-            tree = [{"type": "file", "path": f, "size": len(b), "oid": hashlib.sha1(b).hexdigest()} for f, b in files.items()]
+            tree = [
+                {"type": "file", "path": f, "size": len(b), "oid": hashlib.sha1(b).hexdigest()}
+                for f, b in files.items()
+            ]
             self.answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
 
         def send(self, commit: str, body: bytes | None) -> None:

@@ -44,7 +44,25 @@ HOSTILE: Final = (
 """One worry each: blanks, contractions, marks, compositions, control tokens whole, torn and marked."""
 
 _PIECES: Final = (
-    *("the ", "thinking", " answer", ".\n\n", "\n", " ", "  ", "\t", "x", "A", "7", "42", "'s", "'LL", "()", "->", "=="),
+    *(
+        "the ",
+        "thinking",
+        " answer",
+        ".\n\n",
+        "\n",
+        " ",
+        "  ",
+        "\t",
+        "x",
+        "A",
+        "7",
+        "42",
+        "'s",
+        "'LL",
+        "()",
+        "->",
+        "==",
+    ),
     *("é", "e\u0301", "\u0301", "\u0316", "\u0338", "\u212b", "\u0958", "한", "\u1112\u1161\u11ab", "क़", "\u094d", "ี่"),
     *("日本", "。", "👍🏽", "\u200d", "\ufe0f", "𝔘", "\u00a0", "\u3000", "\x00", "\u2028", "ß", "ſ", "İ", "א\u05b4"),
     *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|endoftext|>", "<|im_", "|>", "<", "<tool_call>"),

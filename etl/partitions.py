@@ -101,7 +101,10 @@ def append_partitions(
 
 
 def partition_identity(ranges: Iterable[ObjectRange], fingerprint: str) -> str:
-    """First 12 hex of SHA-256 over one line of compact JSON `["url","etag",start,end]` a range, then the fingerprint, all UTF-8."""
+    """First 12 hex of SHA-256 over a line of JSON a range, then the fingerprint, all in UTF-8.
+
+    The line is `["url","etag",start,end]` without blanks, ended by a line feed.
+    """
     digest = hashlib.sha256()
     for r in ranges:
         digest.update(orjson.dumps([r.url, r.etag, r.start, r.end]) + b"\n")

@@ -429,6 +429,24 @@ def test_each_refusal_says_where_what_and_what_to_do(proxy: Proxy, bucket: str) 
         assert isinstance(failure(lambda: Storage().check_bucket(f"s3://{bucket}")), UsageError)
 
 
+@pytest.mark.parametrize("way", ["environment", "option"])
+def test_a_store_without_the_newer_checksums_is_named_and_can_be_used(
+    way: str, proxy: Proxy, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy.refusal, proxy.refusals = (400, "InvalidRequest", "x-amz-checksum-crc32 is not supported"), -1
+    proxy.refuse_headers = lambda headers: any(name.lower().startswith("x-amz-checksum-crc") for name in headers)
+    error = failure(lambda: Storage().put(f"s3://{bucket}/x", b"1"))
+    assert "AWS_REQUEST_CHECKSUM_CALCULATION=when_required" in str(error)
+    option = {"request_checksum_calculation": "when_required"}
+    if way == "environment":
+        monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    storage = Storage(options=option if way == "option" else {})
+    storage.put(f"s3://{bucket}/x", b"1")
+    storage.put(f"s3://{bucket}/y", b"2")
+    storage.delete([f"s3://{bucket}/x", f"s3://{bucket}/y"])
+    assert storage.list(f"s3://{bucket}") == ()
+
+
 def test_no_such_bucket_is_said_and_it_is_not_created(s3: Any) -> None:
     name = f"missing-{uuid.uuid4().hex}"
     for call in (

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -588,3 +590,23 @@ def test_a_server_ends_with_its_context() -> None:
         socket.create_connection(("127.0.0.1", port)).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port)).close()
+
+
+STARTS_A_SERVER_AND_WAITS = """
+import sys
+from etl.embedded import start_server
+with start_server() as url:
+    print(url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_server_ends_when_its_parent_is_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTS_A_SERVER_AND_WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        port = int(parent.stdout.readline().rpartition(b":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as held_open:
+            parent.kill()
+            assert held_open.recv(1) == b""  # returns once the server's end is closed, raises after 20 seconds

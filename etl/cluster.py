@@ -113,7 +113,13 @@ class OpenPartition:
         self.partition = partition
         self.kit_name = kit_name
         self.kit = _kit(kit_name)
-        self.started = time.perf_counter()
+        self.task = ledger.Task(
+            str(self.kit.config.output),
+            self.kit.fingerprint,
+            partition,
+            time.perf_counter(),
+            self.kit.storage.retries,
+        )
         self.begun: Iterator[Batch] | None = self.kit.read(partition)
 
     def batches(self) -> Iterator[Batch]:
@@ -189,16 +195,7 @@ class PartEngine(ArrowDatasetEngine):
         carried: Carried = df.attrs.pop("etl")  # pyarrow would try to store it in the file
         source, clock = carried.source, carried.clock
         table = pa.Table.from_pandas(df, schema=output_schema(source.kit.config.keep_fields), preserve_index=False)
-        return ledger.write_partition(
-            source.kit.storage,
-            source.kit.config,
-            source.kit.fingerprint,
-            source.partition,
-            carried.outcome,
-            table,
-            clock,
-            started=source.started,
-        )
+        return ledger.write_partition(source.kit.storage, source.task, carried.outcome, table, clock)
 
 
 # --- on the client -----------------------------------------------------------------------------------------------
@@ -278,22 +275,25 @@ def ship(client: Client, name: str, spec: TokenizerSpec, config: RunConfig) -> N
     client.register_plugin(KitPlugin(name, spec, config))
 
 
-def part_futures(client: Client, partitions: Sequence[Partition], kit_name: str, config: RunConfig) -> Any:
-    """One future a partition, each resolving to its receipt, from the optimised `to_parquet` expression."""
-    lines = dd.from_map(
-        read, partitions, kit_name=kit_name, meta=pd.DataFrame({"batches": pd.Series([], dtype=object)})
-    )
+def write_expression(partitions: Sequence[Partition], kit_name: str, config: RunConfig) -> Any:
+    """The optimised `to_parquet` expression over some partitions: one key each, its value the receipt."""
+    lines = dd.from_map(read, partitions, kit_name=kit_name, meta=pd.DataFrame({"batches": pd.Series([], dtype=object)}))
     schema = output_schema(config.keep_fields)
     # A frame without rows would be replaced by the meta, and its counts lost: so no enforcement.
     rows = lines.map_partitions(tokenize, meta=empty_frame(schema), enforce_metadata=False)
-    with warnings.catch_warnings():
-        # to_parquet asks for retries by an annotation that query planning ignores; client.get sets them below.
+    with warnings.catch_warnings(), dask.config.set(SETTINGS):
+        # to_parquet asks for retries by an annotation that query planning ignores; client.get sets them.
         warnings.filterwarnings("ignore", message="Dask annotations", category=UserWarning)
         written = rows.to_parquet(
             str(config.output), engine=PartEngine, compute=False, write_index=False, write_metadata_file=False
         )
-        expression = written.optimize().expr.frame
-    # Only optimize() fuses the three into one task a partition; its frame leaves the barrier out.
+        # Only optimize() fuses the three into one task a partition; its frame leaves the barrier out.
+        return written.optimize().expr.frame
+
+
+def part_futures(client: Client, partitions: Sequence[Partition], kit_name: str, config: RunConfig) -> Any:
+    """One future a partition, each resolving to its receipt."""
+    expression = write_expression(partitions, kit_name, config)
     keys = [(expression._name, i) for i in range(len(partitions))]  # noqa: SLF001 - Dask's name for its own keys
     return client.get(expression.__dask_graph__(), keys, sync=False, retries=RETRIES)
 

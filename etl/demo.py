@@ -6,6 +6,7 @@ import contextlib
 import importlib.resources
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,7 @@ def play(
         uploaded = _upload_sample(client)
         say(f"embedded S3 server at {endpoint}, {uploaded} objects in s3://{BUCKET}/completions/")
         words = ["run", f"s3://{BUCKET}/completions/", f"s3://{BUCKET}/tokens/", "--tokenizer", TOKENIZER]
+        words += ["--partition-bytes", "64KiB"]
         say(f"$ python -m etl {' '.join(words)}\n")
         # The sample carries a few bad lines on purpose: under 1 %.
         exit_code = command([*words, "--workers", "2"])
@@ -115,6 +117,12 @@ def _farewell(parts: int, seconds: float) -> str:
     return f"""
 output copied to {COPY.resolve()}/ ({parts} parts, __etl/ holds plan, receipts and rejects); all in {seconds:.1f} s
 
-look at it:       python -c "import pandas; print(pandas.read_parquet('{COPY}/', columns=['id', 'n_tokens']))"
-your own bucket:  python -m etl run s3://YOUR-BUCKET/completions/ s3://YOUR-BUCKET/tokens/ --tokenizer Qwen/Qwen3.6-27B
+look at it:       {_python()} -c "import pandas; print(pandas.read_parquet('{COPY}/', columns=['id', 'n_tokens']))"
+your own bucket:  {_python()} -m etl run s3://YOUR-BUCKET/completions/ s3://YOUR-BUCKET/tokens/ --tokenizer Qwen/Qwen3.6-27B
 look before:      the same with `plan` for `run`"""
+
+
+def _python() -> str:
+    """This interpreter as one would type it here."""
+    here = Path(sys.executable)
+    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else sys.executable

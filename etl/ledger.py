@@ -93,26 +93,38 @@ class StageSeconds(Protocol):
         """Count the time spent inside as `stage`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One partition's work: where it goes, and what stood on the clock (perf_counter) and on the retries before it."""
+
+    output: str
+    fingerprint: str
+    partition: Partition
+    started: float
+    retries_before: int
+
+
 def write_partition(
-    storage: Storage,
-    config: RunConfig,
-    fingerprint: str,
-    partition: Partition,
-    outcome: Outcome,
-    table: pa.Table,
-    clock: StageSeconds,
-    started: float,
+    storage: Storage, task: Task, outcome: Outcome, table: pa.Table, clock: StageSeconds
 ) -> dict[str, Any]:
     """Write rejects, part and receipt, each one PUT; return the receipt. A partition without rows writes no part."""
-    places = Places(canonical_url(str(config.output)))
+    places, stem = Places(canonical_url(task.output)), task.partition.stem
     with clock("parquet"):
         body = serialize(table) if table.num_rows else None
     with clock("write"):
         if outcome.rejects:
-            storage.put(places.rejects(partition.stem), encode_rejects(outcome.rejects, partition))
+            storage.put(places.rejects(stem), encode_rejects(outcome.rejects, task.partition))
         if body is not None:
-            storage.put(places.part(partition.stem), body)
-    receipt = {
+            storage.put(places.part(stem), body)
+    receipt = _lasting(task, outcome, table, body) | {"run": _passing(storage, task, clock)}
+    storage.put(places.receipt(stem), encode_json(receipt))
+    return receipt
+
+
+def _lasting(task: Task, outcome: Outcome, table: pa.Table, body: bytes | None) -> dict[str, Any]:
+    """What is the same however often the partition is done."""
+    partition = task.partition
+    return {
         "version": VERSION,
         "index": partition.index,
         "identity": partition.identity,
@@ -132,17 +144,17 @@ def write_partition(
         "engine": outcome.engine,
         "verified_rows": outcome.verified_rows,
         "mismatched_rows": outcome.mismatched_rows,
-        "fingerprint": fingerprint,
-        "run": {
-            "seconds": round(time.perf_counter() - started, 4),
-            "stages": {stage: round(seconds, 4) for stage, seconds in clock.seconds.items()},
-            "host": platform.node(),
-            "retries": storage.retries,
-        },
+        "fingerprint": task.fingerprint,
     }
-    with clock("write"):
-        storage.put(places.receipt(partition.stem), encode_json(receipt))
-    return receipt
+
+
+def _passing(storage: Storage, task: Task, clock: StageSeconds) -> dict[str, Any]:
+    return {
+        "seconds": round(time.perf_counter() - task.started, 4),
+        "stages": {stage: round(seconds, 4) for stage, seconds in clock.seconds.items()},
+        "host": platform.node(),
+        "retries": storage.retries - task.retries_before,
+    }
 
 
 def encode_rejects(rejects: Iterable[Reject], partition: Partition) -> bytes:

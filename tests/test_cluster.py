@@ -1,0 +1,181 @@
+"""One Dask task and one future a partition, nothing kept, nothing secret in the graph, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import dask
+import pytest
+from distributed import Client, LocalCluster, SchedulerPlugin
+
+from etl import cluster, jobs
+from etl.cluster import SETTINGS
+from etl.errors import UsageError
+from etl.records import ObjectRange, Partition
+from tests.jobs import config, etl, jsonl, small_rows, stored, upload
+
+
+class Counting(SchedulerPlugin):
+    """Lives in the scheduler: the names of all tasks that ever came, and the most that were held at once."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.most_in_memory = 0
+
+    def transition(self, key: Any, start: str, finish: str, *_args: Any, **_kwargs: Any) -> None:
+        self.names.add(str(key))
+        if finish == "memory":
+            self.held.add(key)
+        elif start == "memory":
+            self.held.discard(key)
+        self.most_in_memory = max(self.most_in_memory, len(self.held))
+
+    async def start(self, scheduler: Any) -> None:
+        self.held: set[Any] = set()
+        scheduler.counting = self
+
+
+def counted(dask_scheduler: Any) -> tuple[int, list[str], int]:
+    """Tasks in the scheduler now, the kinds of all that came, and how many came."""
+    names = dask_scheduler.counting.names
+    return len(dask_scheduler.tasks), sorted({name.split("-toparquet")[0] for name in names}), len(names)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    """A client of two worker processes."""
+    with (
+        dask.config.set(SETTINGS),
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50) as local,
+        Client(local) as connected,
+    ):
+        yield connected
+
+
+def partitions(n: int) -> list[Partition]:
+    """Partitions of objects that nobody reads."""
+    return [Partition(i, f"{i:012x}", (ObjectRange(f"s3://b/{i}.jsonl", "e", 0, 9, 9),)) for i in range(n)]
+
+
+def test_a_run_of_60_partitions_is_60_tasks_and_leaves_none(s3: Any, bucket: str, client: Client) -> None:
+    upload(s3, bucket, {f"{i:02}.jsonl": jsonl(small_rows(2, f"{i}-")) for i in range(60)})
+    client.register_plugin(Counting(), name="counting")
+    result = jobs.run(config(bucket, scheduler=client.scheduler.address, partition_bytes=300))
+    assert (result.exit_code, result.rows) == (0, 120)
+    left, kinds, came = client.run_on_scheduler(counted)
+    assert left == 0
+    assert kinds == ["('read-tokenize-reset_index"]
+    assert came == result.partitions == 60
+
+
+def test_the_optimised_expression_has_one_key_a_partition(bucket: str, client: Client) -> None:
+    options = config(bucket)
+    expression = cluster.write_expression(partitions(7), "kit", options)
+    assert len(expression.__dask_graph__()) == 7
+
+
+def test_the_graph_carries_neither_credential_nor_tokenizer(bucket: str) -> None:
+    options = config(bucket)
+    graph = cloudpickle.dumps(cluster.write_expression(partitions(1800), "kit", options).__dask_graph__())
+    assert b"test-secret-key" not in graph
+    assert b"test-access-key" not in graph
+    assert b"S3FileSystem" not in graph
+    assert len(graph) < 1_000_000
+
+
+def test_a_worker_killed_in_the_middle_costs_no_row(s3: Any, bucket: str) -> None:
+    upload(s3, bucket, {f"{i:02}.jsonl": jsonl(small_rows(2, f"{i:02}-")) for i in range(30)})
+    killed: list[int] = []
+    with (
+        dask.config.set(SETTINGS),
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50) as local,
+    ):
+        victim = next(iter(local.workers.values())).pid
+
+        class Killer(jobs.Watcher):
+            def advance(self, receipt: Any) -> None:
+                if not killed:
+                    os.kill(victim, 9)
+                    killed.append(victim)
+
+        result = jobs.run(config(bucket, scheduler=local.scheduler_address, partition_bytes=300), Killer())
+    assert killed == [victim]
+    assert (result.exit_code, result.rows) == (0, 60)
+    assert sorted(stored(result.output).table["id"].to_pylist()) == [f"{i:02}-{j}" for i in range(30) for j in range(2)]
+
+
+def test_the_dashboard_keeps_to_loopback_and_moves_where_its_port_is_taken(bucket: str) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with cluster.connect(config(bucket, no_dashboard=False, dashboard_address=address, workers=1)) as connected:
+            assert connected.dashboard_link.startswith("http://127.0.0.1:")
+            assert address not in connected.dashboard_link
+
+
+def test_a_scheduler_that_does_not_answer_is_one_line(bucket: str) -> None:
+    with pytest.raises(UsageError, match="no Dask scheduler answers there"), cluster.connect(
+        config(bucket, scheduler="tcp://127.0.0.1:9")
+    ):
+        pass
+
+
+def children(of: str) -> list[str]:
+    """Command lines of the processes whose environment carries the mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"ETL_TEST_MARK={of}".encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def test_a_run_by_command_line_says_what_it_should_and_leaves_no_process(s3: Any, bucket: str) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(5)) for i in range(4)})
+    done = etl(
+        *("run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6"),
+        *("--workers", "2", "--partition-bytes", "600", "--dashboard-address", "127.0.0.1:0", "--json"),
+        ETL_TEST_MARK=bucket,
+    )
+    assert done.returncode == 0, done.stderr
+    assert children(bucket) == []
+    said = done.stderr.splitlines()
+    assert [line for line in said if not line.startswith(("dashboard: http://127.0.0.1:", "4 partitions", "the template"))] == []
+    assert '"rows": 20' in done.stdout.splitlines()[-1]
+
+
+def test_an_interrupt_ends_a_run_with_130_and_the_same_command_finishes_it(s3: Any, bucket: str) -> None:
+    import signal
+    import sys
+
+    upload(s3, bucket, {f"{i:03}.jsonl": jsonl(small_rows(3, f"{i:03}-")) for i in range(300)})
+    words = [
+        *("run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6", "--json"),
+        *("--workers", "1", "--partition-bytes", "300", "--no-dashboard"),
+    ]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "etl", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "ETL_TEST_MARK": bucket},
+    )
+    while not s3.list_objects_v2(Bucket=bucket, Prefix="tokens/__etl/receipts/").get("KeyCount"):
+        assert started.poll() is None
+    started.send_signal(signal.SIGTERM)
+    out, err = started.communicate(timeout=60)
+    assert started.returncode == 130, err
+    assert "Traceback" not in err
+    assert '"exit_code": 130' in out.splitlines()[-1]
+    assert children(bucket) == []
+    assert "tokens/__etl/lease.json" not in {o["Key"] for o in s3.list_objects_v2(Bucket=bucket)["Contents"]}
+    done = etl(*words)
+    assert done.returncode == 0, done.stderr
+    assert '"rows": 900' in done.stdout.splitlines()[-1]

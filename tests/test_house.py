@@ -24,7 +24,7 @@ ORDER = (
     # -> conversations
     "jsonline", "messages", "shapes", "conversation",
     # -> rendered text and its trained spans
-    "sandbox", "builtin", "tokenizer", "template", "rendering",
+    "sandbox", "builtin", "tokenizer", "template", "pieces", "marks", "turns", "rendering",
     # -> token ids and masks
     "added", "positions", "engines", "masking", "encoding",
     # -> Parquet, and the stages composed for one partition
@@ -48,7 +48,7 @@ HOMES = {
     "transformers": {"tokenizer"},
     "huggingface_hub": {"tokenizer"},
     "gigatoken": {"engines"},
-    "orjson": {"jsonline"},
+    "orjson": {"jsonline", "partitions"},  # lines, and the identity of a partition
     "zstandard": {"lines", "partitions"},  # partitions look at the first bytes of an object
     "argparse": {"terminal"},
     "rich": {"terminal", "viewer"},

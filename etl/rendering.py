@@ -24,6 +24,7 @@ from etl.template import THINK_CLOSE, THINK_OPEN, ChatTemplate
 from etl.turns import Form, Turn, intersect, join, make_form, mask, match_form
 
 _FORMS_KEPT: Final = 64
+_BRACKETS: Final = frozenset("<[◁")
 
 
 def render(conversation: Conversation, template: ChatTemplate, config: RunConfig) -> Rendered:
@@ -214,13 +215,17 @@ def _turn_by_form(row: _Row, k: int, interval: Span, forms: Mapping[tuple[bool, 
     message = row.messages[k]
     reasoning = piece_text(message, pieces.reasoning) if pieces.reasoning else ""
     answer = piece_text(message, pieces.answer) if pieces.answer else ""
-    if answer and answer[0] in "<[◁" and THINK_OPEN.match(answer):
-        return None  # it may hold an empty block of its own
+    if _begins_with_tag(reasoning) or _begins_with_tag(answer):
+        return None  # it may make an empty block, alone or with the template's own tag
     for form in forms.get((bool(reasoning), bool(answer)), ()):
         turn = match_form(form, row.trace.text, interval, reasoning, answer)
         if turn is not None:
             return turn
     return None
+
+
+def _begins_with_tag(text: str) -> bool:
+    return text[:1] in _BRACKETS and bool(THINK_OPEN.match(text) or THINK_CLOSE.match(text))
 
 
 def _remember(row: _Row, turn: Turn, pieces: Pieces, reasoning: Span | None, answer: Span | None) -> None:
@@ -279,9 +284,9 @@ def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> tuple[Turn,
         end=_find_end(row, intervals, floor, marked.broken),
         dropped=len(present) < len(found) or _is_shortened(row, k, pieces, found),
     )
-    if empty:
+    if empty and not reasoning:
         turn = _with_empty_thought(row, turn, empty)
-    elif reasoning:
+    if reasoning:
         limit = turn.end[0] if turn.end else intervals[-1][1]
         turn = _with_thought(row, turn, reasoning, min([limit, *(s for s, _ in present if s >= reasoning[1])]))
     if pieces.calls:
@@ -319,14 +324,19 @@ def _find_empty(row: _Row, intervals: Sequence[Span], header_end: int) -> Span |
 
 
 def _find_end(row: _Row, intervals: Sequence[Span], floor: int, broken: Sequence[int]) -> Span | None:
-    """The last added token that the template emitted in the turn, behind all that the message wrote."""
+    """The last added token that the template emitted in the turn, behind all that the message wrote.
+
+    Where a tool's text is opened there instead, the turn ends, without a token, before it.
+    """
     text, openers = row.trace.text, row.template.openers
+    opened: int | None = None
     for start, end in reversed(intervals):
-        found = [match.span() for match in row.template.added_tokens.finditer(text, max(start, floor), end)]
-        found = [span for span in found if span[0] not in broken and text[span[0] : span[1]] not in openers]
-        if found:
-            return found[-1]
-    return None
+        for match in reversed(list(row.template.added_tokens.finditer(text, max(start, floor), end))):
+            if match[0] in openers:
+                opened = match.start()
+            elif match.start() not in broken:
+                return match.span()
+    return None if opened is None else (opened, opened)
 
 
 def _with_thought(row: _Row, turn: Turn, reasoning: Span, following: int) -> Turn:
@@ -336,7 +346,7 @@ def _with_thought(row: _Row, turn: Turn, reasoning: Span, following: int) -> Tur
     piece begins, or the end token.
     """
     text, header = row.trace.text, row.template.header(row.arguments)
-    opener = THINK_OPEN.search(text, turn.header_end, reasoning[0])
+    opener = THINK_OPEN.search(text, turn.empty[1] if turn.empty else turn.header_end, reasoning[0])
     span = opener and (opener.start(), opener.end() + text.startswith("\n", opener.end()))
     close = THINK_CLOSE.search(text, reasoning[1], following)
     at = text.find(header, reasoning[1], following) if header and close is None else -1
@@ -384,6 +394,8 @@ def _find_calls(row: _Row, turn: Turn, found: Mapping[str, Span | None], floor: 
         start = _close_of_thought(row, start, first)
     later = [span[0] for span in spoken if span[0] >= last]
     limit = turn.end[0] if turn.end else turn.intervals[-1][1]
+    if turn.end and not row.template.control_tokens.match(text, *turn.end):
+        limit = turn.end[1]  # a tag that closes the call, where nothing else ends the turn (GLM)
     inside = next((high for low, high in turn.intervals if low <= last <= high), limit)
     end = min([limit, inside, *later])
     floor = last if later else min(floor, end)

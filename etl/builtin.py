@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -29,23 +30,25 @@ _SPLIT: Final = (
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPECIAL: Final = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
-    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
-).split()
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
+    *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
 _PLAIN: Final = (
-    "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> "
-    "<tool_response> </tool_response> <think> </think>"
-).split()
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    *("<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+)
 _AUDIO: Final = (
-    "<|audio_start|> <|audio_end|> <tts_pad> <tts_text_bos> <tts_text_eod> <tts_text_bos_single> <|audio_pad|>"
-).split()
+    *("<|audio_start|>", "<|audio_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>", "<tts_text_bos_single>"),
+    "<|audio_pad|>",
+)
 _EOS: Final = "<|im_end|>"
 _PAD: Final = "<|endoftext|>"
 
 
 @functools.cache
 def builtin_spec(name: str) -> TokenizerSpec:
-    """The tokenizer that is built in under `name`, which begins with `builtin:`. Takes about two seconds, once a process.
+    """The tokenizer that is built in under `name`, which begins with `builtin:`. Takes two seconds, once a process.
 
     Raises UsageError where there is none of that name, or where the vocabulary's package is missing.
     """
@@ -176,15 +179,17 @@ def _survives(
 
 
 def _run(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
+    """The last two parts as the rank algorithm joins the token's bytes; None where it ends with more."""
     parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        joins = [(ranks.get(a + b), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+    while len(parts) > 2:  # noqa: PLR2004 - a pair
+        joins = ((ranks.get(a + b), i) for i, (a, b) in enumerate(pairwise(parts)))
         known = [(rank, i) for rank, i in joins if rank is not None]
         if not known:
             return None
         at = min(known)[1]
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return (ranks[parts[0]], ranks[parts[1]])
+    left, right = parts
+    return ranks[left], ranks[right]
 
 
 def _byte_characters() -> dict[int, str]:

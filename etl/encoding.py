@@ -7,6 +7,8 @@ whose ids have no fixed length, take the reference's offsets.
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -38,6 +40,7 @@ class Encoder:
         self._truth = Reference(spec.backend_json)
         self._verify_share = verify_share
         self._seed = seed
+        self._lock = threading.Lock()
         self._lengths = self._truth.byte_lengths()
         self._longest = 1 if self._lengths is None else int(self._lengths.max())
         self._fast: Gigatoken | None = None
@@ -57,9 +60,8 @@ class Encoder:
 
     def reference(self) -> Encoder:
         """The same encoder on the reference alone: what a partition is done again with after a difference."""
-        other = object.__new__(Encoder)
-        other.__dict__.update(self.__dict__)
-        other._fast, other.why = None, "gigatoken gave other ids on a row"
+        other = copy.copy(self)
+        vars(other).update(_fast=None, why="gigatoken gave other ids on a row")
         return other
 
     def encode(self, rows: Sequence[Rendered | TokenIds]) -> Encoded:
@@ -67,6 +69,10 @@ class Encoder:
 
         With gigatoken a seeded share of the rows, and at least one, is encoded by the reference as well.
         """
+        with self._lock:  # a worker with several threads: the native tokenizers cannot be borrowed twice
+            return self._encode(rows)
+
+    def _encode(self, rows: Sequence[Rendered | TokenIds]) -> Encoded:
         failed: dict[int, RowError] = {}
         ids = [self._row_ids(i, row, failed) for i, row in enumerate(rows)]
         splits = np.zeros(len(rows) + 1, np.int64)
@@ -95,10 +101,14 @@ class Encoder:
 
     def _given_ids(self, row: TokenIds) -> Ids:
         try:
-            ids = np.array([*row[0], *row[1]], np.int64)
-        except (OverflowError, TypeError, ValueError) as error:
+            ids = np.array([*row[0], *row[1]])
+        except ValueError as error:
             raise RowError("tokenizer", f"token ids must be whole numbers: {error}") from error
-        if len(ids) and not 0 <= ids.min() <= ids.max() <= self._truth.largest_id:
+        if not len(ids):
+            return _NO_IDS
+        if ids.ndim != 1 or ids.dtype.kind != "i":
+            raise RowError("tokenizer", "token ids must be whole numbers")
+        if ids.min() < 0 or ids.max() > self._truth.largest_id:
             seen = ids.min() if ids.min() < 0 else ids.max()
             raise RowError("tokenizer", f"token ids must lie between 0 and {self._truth.largest_id}, saw {seen}")
         return ids.astype(np.int32)
@@ -135,7 +145,7 @@ class Encoder:
         splits: npt.NDArray[np.int64],
         failed: Mapping[int, RowError],
     ) -> tuple[npt.NDArray[np.int8], int]:
-        """The mask of the batch on one axis of bytes, rows that do not lie on it apart; and how many ids proved wrong."""
+        """The mask of the batch on one axis of bytes, others apart; and how many rows have wrong ids."""
         ends = self._token_ends(ids)
         edges = np.concatenate([np.zeros(1, ends.dtype), ends])[splits].tolist()
         spans: list[Span] = []

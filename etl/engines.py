@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from etl.added import BLANKS, AddedTokens
 from etl.errors import RowError
 from etl.records import Span
 
+T = TypeVar("T")
 Ids: TypeAlias = npt.NDArray[np.int32]
 
 ONE_THREAD: Final = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
@@ -32,9 +33,9 @@ ONE_THREAD: Final = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"
 
 AWKWARD: Final = (
     "It's I'LL they'Ve 'S 1234567890 ٣٤٥ x=f(1);\r\n\r\n\t# ok  \n   end   ",
-    "naïve Ångström e\u0301 a\u0316\u0301 \u0301 - \u0300-\u036f \u212b \u2126 \u0958 \ufb1d \u1e9b\u0323 ſ İ ǅ ﬁ",
+    "naïve Ångström e\u0301 a\u0316\u0301 \u0301 - \u0300-\u036f \u212b \u2126 \u0958 \ufb1d \u1e9b\u0323 \u017f İ ǅ ﬁ",
     "\u1112\u1161\u11ab 한국어 हिन्दी क़ ภาษาไทย ที่ مُحَمَّد שׁ 日本語。か\u3099 ཀྲ",
-    "👨‍👩‍👧 🏳️‍🌈 🇩🇪 1️⃣ 𝔘𝔫𝔦 𐍈 \U0010ffff",
+    "👨‍👩‍👧 🏳️‍🌈 🇩🇪 1️⃣ \U0001d518\U0001d52b\U0001d526 𐍈 \U0010ffff",
     "\x00\x01\x7f\x80\x85\u2028\u2029\ufeff\u200b \u00a0\u3000\u2003x\u1680",
     "_" * 70 + "=" * 70 + " " * 70 + "^" * 70 + "a" * 70 + "的" * 40 + "\n" * 40,
     "https://example.org/a?b=c&d=%20#e <b>bold</b> {{x}} [[1, 2], [3]] -> != <= ... --- ***",
@@ -83,18 +84,12 @@ class Reference:
 
     def ids(self, text: str) -> Ids:
         """Token ids, int32 [n]. Raises RowError where the text defeats the tokenizer."""
-        try:
-            encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
-        except BaseException as error:
-            raise failure(error) from error
+        encoding = guarded(lambda: self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
         return np.array(encoding.ids, np.int32)
 
     def offsets(self, text: str) -> Offsets:
         """Token ids with their characters, an added token's blanks left to its neighbours. Raises RowError as `ids`."""
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        except BaseException as error:
-            raise failure(error) from error
+        encoding = guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False))
         ids = np.array(encoding.ids, np.int32)
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T.copy()
         for i in np.flatnonzero(np.isin(ids, self._absorbing)).tolist():
@@ -205,10 +200,7 @@ class Gigatoken:
         self._unweighed += len(text)
         if self._unweighed > _WEIGHED_EVERY:
             self._weigh()
-        try:
-            ids: Ids = self._tokenizer.encode(text).view(np.int32)
-        except BaseException as error:
-            raise failure(error) from error
+        ids: Ids = guarded(lambda: self._tokenizer.encode(text)).view(np.int32)
         return ids
 
     def _weigh(self) -> None:
@@ -229,9 +221,9 @@ def _load_gigatoken(backend_json: str) -> Any:
     except ImportError as error:
         raise EngineUnsupported("gigatoken is not installed") from error
     try:
-        return gigatoken.Tokenizer.from_json(backend_json)
-    except BaseException as error:
-        raise EngineUnsupported(f"gigatoken cannot load it ({failure(error).detail})") from error
+        return guarded(lambda: gigatoken.Tokenizer.from_json(backend_json))
+    except RowError as error:
+        raise EngineUnsupported(f"gigatoken cannot load it ({error.detail})") from error
 
 
 def resident_bytes() -> int:
@@ -263,12 +255,15 @@ def first_difference(reference: Reference, fast: Gigatoken, texts: Iterable[str]
     return next((text for text in texts if not np.array_equal(reference.ids(text), fast.ids(text))), None)
 
 
-def failure(error: BaseException) -> RowError:
-    """A native failure as one row's `tokenizer` error; a KeyboardInterrupt and its like are raised as they are.
+def guarded(work: Callable[[], T]) -> T:
+    """What native code returns; where it raises, RowError `tokenizer`. A KeyboardInterrupt and its like pass.
 
     A panic in native code arrives as pyo3's PanicException, which is a BaseException and cannot be imported.
     """
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-        raise error
-    first = (str(error).splitlines() or [""])[0]
-    return RowError("tokenizer", f"{type(error).__name__}: {first[:200]}")
+    try:
+        return work()
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        first = (str(error).splitlines() or [""])[0]
+        raise RowError("tokenizer", f"{type(error).__name__}: {first[:200]}") from error

@@ -88,22 +88,21 @@ def _fetch(name: str, revision: str | None, *, trust_remote_code: bool) -> tuple
     from huggingface_hub import constants, errors
 
     patterns = [*_FILES, *(["*.py"] if trust_remote_code else [])]
-    silence: BaseException | None = None
-    found: str | None
-    try:
+
+    def download() -> str:
         _within(HUB_SECONDS, lambda: huggingface_hub.HfApi().model_info(name, revision=revision, timeout=5))
         with _no_progress():
-            found = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns)
-    except (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise UsageError(_refusal(name, revision, error)) from error
-    except Exception as error:  # each version of the client speaks through another HTTP library, with its own errors
-        silence = error
-        found = _cached(name, revision, patterns)
-    if found is None:
+            return huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns)
+
+    found = _attempt(download)
+    if isinstance(found, errors.GatedRepoError | errors.RepositoryNotFoundError | errors.RevisionNotFoundError):
+        raise UsageError(_refusal(name, revision, found)) from found
+    cached = _cached(name, revision, patterns) if isinstance(found, Exception) else found
+    if cached is None:
         offline = constants.HF_HUB_OFFLINE
-        seen = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} cannot be reached ({_brief(silence)})"
+        seen = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} cannot be reached ({_brief(found)})"
         raise UsageError(f"--tokenizer {name!r} is not in the cache and {seen}; give a folder, or builtin:qwen3.6")
-    return Path(found), Path(found).name
+    return Path(cached), Path(cached).name
 
 
 def _cached(name: str, revision: str | None, patterns: list[str]) -> str | None:
@@ -129,24 +128,16 @@ def _refusal(name: str, revision: str | None, error: Exception) -> str:
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T:
-    """What `ask` returns or raises, or TimeoutError: a time-out per address can add up to a minute."""
-    answer: list[T] = []
-    raised: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            answer.append(ask())
-        except BaseException as error:  # handed to the caller's thread
-            raised.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
+    """What `ask` returns or raises, or TimeoutError: the time-outs of a host's addresses add up."""
+    answers: list[T | Exception] = []
+    thread = threading.Thread(target=lambda: answers.append(_attempt(ask)), daemon=True)
     thread.start()
     thread.join(seconds)
-    if raised:
-        raise raised[0]
-    if not answer:
+    if not answers:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return answer[0]
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
 
 
 @contextlib.contextmanager
@@ -169,14 +160,18 @@ def _load_folder(name: str, folder: Path, *, trust_remote_code: bool) -> Any:
     held = {path.name for path in folder.iterdir()}
     if not (held & {*_NAMES_OF_ONE, "tokenizer_config.json"} or any(n.endswith((".model", ".tiktoken")) for n in held)):
         raise UsageError(f"--tokenizer {name!r} holds no tokenizer files: no tokenizer.json, no tokenizer_config.json")
-    try:
+
+    def load() -> Any:
         import transformers
 
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers and tokenizers raise whatever they meet, plain Exception included
-        if "trust_remote_code" in str(error) and not trust_remote_code:
-            raise UsageError(f"--tokenizer {name!r} runs code of its own: allow it with --trust-remote-code") from error
-        raise UsageError(f"--tokenizer {name!r} cannot be loaded: {_brief(error)}") from error
+
+    found = _attempt(load)
+    if not isinstance(found, Exception):
+        return found
+    if "trust_remote_code" in str(found) and not trust_remote_code:
+        raise UsageError(f"--tokenizer {name!r} runs code of its own: allow it with --trust-remote-code") from found
+    raise UsageError(f"--tokenizer {name!r} cannot be loaded: {_brief(found)}") from found
 
 
 def _spec(name: str, revision: str | None, tokenizer: Any) -> TokenizerSpec:
@@ -207,7 +202,15 @@ def _template(name: str, found: str | dict[str, str] | None) -> str | None:
     return found["default"]
 
 
-def _brief(error: BaseException | None) -> str:
+def _attempt(work: Callable[[], T]) -> T | Exception:
+    """What `work` returns, or what it raised: three libraries, and each of their versions has errors of its own."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
+        return error
+
+
+def _brief(error: object) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:200]
 

@@ -7,10 +7,10 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypeAlias
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 Files: TypeAlias = Mapping[str, bytes]
 
@@ -24,85 +24,90 @@ class Repository:
 
     def commit(self, revision: str) -> str | None:
         """The commit that a branch, tag or commit names."""
-        known = {hashlib.sha1(name.encode()).hexdigest(): name for name in self.commits}
-        return revision if revision in known else next((c for c, name in known.items() if name == revision), None)
+        by_commit = {digest(name.encode()): name for name in self.commits}
+        return revision if revision in by_commit else next((c for c, n in by_commit.items() if n == revision), None)
 
     def files(self, commit: str) -> Files:
         """What the commit holds."""
-        return next(f for name, f in self.commits.items() if hashlib.sha1(name.encode()).hexdigest() == commit)
+        return next(files for name, files in self.commits.items() if digest(name.encode()) == commit)
 
 
-@dataclass(slots=True)
-class Hub:
-    """`url`, and the paths asked for so far."""
+def digest(content: bytes) -> str:
+    """Forty hexadecimal digits, as commits and blobs have."""
+    return hashlib.sha256(content).hexdigest()[:40]
 
-    url: str
-    asked: list[str] = field(default_factory=list)
+
+class Hub(ThreadingHTTPServer):
+    """Serves `repositories` by `owner/name`; `asked` are the requests so far."""
+
+    daemon_threads = True
+
+    def __init__(self, repositories: Mapping[str, Repository]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repositories = repositories
+        self.asked: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def do_GET(self) -> None:
+        self.server.asked.append(f"{self.command} {self.path}")
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        api = parts[:2] == ["api", "models"]
+        owner, name, what, revision, *path = [*(parts[2:] if api else parts), "", "", "", ""]
+        repository = self.server.repositories.get(f"{owner}/{name}")
+        commit = repository.commit(revision or "main") if repository else None
+        if repository is None or commit is None:
+            self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound" if repository else "RepoNotFound"})
+        elif api and what == "tree":
+            self.answer(200, json.dumps(_tree(repository.files(commit))).encode())
+        elif api:
+            entry = {"id": f"{owner}/{name}", "sha": commit, "siblings": _siblings(repository.files(commit))}
+            self.answer(200, json.dumps(entry).encode())
+        elif repository.gated:
+            self.answer(401, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
+        else:
+            self.send(commit, repository.files(commit).get("/".join(filter(None, path))))
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def send(self, commit: str, body: bytes | None) -> None:
+        if body is None:
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+        else:
+            self.answer(200, body, {"X-Repo-Commit": commit, "ETag": f'"{digest(body)}"'})
+
+    def answer(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+def _tree(files: Files) -> list[dict[str, object]]:
+    return [{"type": "file", "path": name, "size": len(body), "oid": digest(body)} for name, body in files.items()]
+
+
+def _siblings(files: Files) -> list[dict[str, str]]:
+    return [{"rfilename": name} for name in files]
 
 
 @contextlib.contextmanager
 def start_hub(repositories: Mapping[str, Repository]) -> Iterator[Hub]:
-    """Serve the repositories by `owner/name` on a free port until the block ends."""
-    hub = Hub("")
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            hub.asked.append(f"{self.command} {self.path}")
-            parts = unquote(self.path).split("?")[0].strip("/").split("/")
-            api = parts[:2] == ["api", "models"]
-            owner, name, *rest = parts[2:] if api else parts
-            repository = repositories.get(f"{owner}/{name}")
-            if repository is None:
-                return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-            commit = repository.commit(rest[1] if len(rest) > 1 else "main")
-            if commit is None:
-                return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-            if api and rest[:1] == ["tree"]:
-                return self.list(repository.files(commit))
-            if api:
-                return self.describe(f"{owner}/{name}", commit, repository.files(commit))
-            if repository.gated:
-                return self.answer(401, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
-            return self.send(commit, repository.files(commit).get("/".join(rest[2:])))
-
-        do_HEAD = do_GET
-
-        def describe(self, name: str, commit: str, files: Files) -> None:
-            entry = {"id": name, "sha": commit, "siblings": [{"rfilename": f} for f in files]}
-            self.answer(200, json.dumps(entry).encode(), {"Content-Type": "application/json"})
-
-        def list(self, files: Files) -> None:
-            tree = [
-                {"type": "file", "path": f, "size": len(b), "oid": hashlib.sha1(b).hexdigest()}
-                for f, b in files.items()
-            ]
-            self.answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
-
-        def send(self, commit: str, body: bytes | None) -> None:
-            if body is None:
-                return self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
-            return self.answer(200, body, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'})
-
-        def answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-            self.send_response(status)
-            for key, value in headers.items():
-                self.send_header(key, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
+    """The hub on a free port, until the block ends."""
+    with Hub(repositories) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        try:
+            yield hub
+        finally:
+            hub.shutdown()

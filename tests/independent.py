@@ -5,8 +5,6 @@ Written apart from etl's encoding, which it shares nothing with but the record t
 
 from __future__ import annotations
 
-import json
-
 import tokenizers
 
 from etl.records import Rendered
@@ -14,9 +12,9 @@ from etl.records import Rendered
 
 def load_plain(backend_json: str) -> tokenizers.Tokenizer:
     """The tokenizer without its post-processor, which would trim blanks off the offsets."""
-    whole = json.loads(backend_json)
-    whole["post_processor"] = None
-    return tokenizers.Tokenizer.from_str(json.dumps(whole))
+    tokenizer = tokenizers.Tokenizer.from_str(backend_json)
+    tokenizer.post_processor = None
+    return tokenizer
 
 
 def independent_mask(tokenizer: tokenizers.Tokenizer, rendered: Rendered) -> tuple[list[int], list[int]]:
@@ -67,12 +65,13 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, by: int) -> list[tuple[i
     tokens = []
     for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
         flags = added.get(token_id)
+        first, last = start, end
         if flags and flags.rstrip:
-            while end > start and text[end - 1].isspace() and not flags.content.endswith(text[end - 1]):
-                end -= 1
+            while last > first and text[last - 1].isspace() and not flags.content.endswith(text[last - 1]):
+                last -= 1
         if flags and flags.lstrip:
-            while end > start and text[start].isspace() and not flags.content.startswith(text[start]):
-                start += 1
+            while last > first and text[first].isspace() and not flags.content.startswith(text[first]):
+                first += 1
         # A token without width stands for the character that begins there.
-        tokens.append((token_id, start + by, max(end, start + 1) + by))
+        tokens.append((token_id, first + by, max(last, first + 1) + by))
     return tokens

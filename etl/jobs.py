@@ -123,7 +123,7 @@ def _survey(config: RunConfig, output: str) -> Survey:
     spec = load_tokenizer(config)
     notes = probe(ChatTemplate.from_spec(spec, config))
     values = settings(spec, config)
-    plan = _new_plan(listing, config, values) if old is None else _grown_plan(old, listing, config, values)
+    plan = _new_plan(listing, config, spec, values) if old is None else _grown_plan(old, listing, config, values)
     receipts = {} if old is None else ledger.read_receipts(storage, places, old)
     return Survey(
         config,
@@ -148,10 +148,10 @@ def _check_empty(storage: Storage, places: Places) -> None:
         )
 
 
-def _new_plan(listing: Listing, config: RunConfig, values: Mapping[str, Any]) -> Plan:
+def _new_plan(listing: Listing, config: RunConfig, spec: TokenizerSpec, values: Mapping[str, Any]) -> Plan:
     fingerprint = digest(values)
     partitions = cut_partitions(listing.objects, config.partition_size, fingerprint, listing.compressed)
-    return Plan(fingerprint, values, config.inputs, tuple(partitions), listing.passed_over)
+    return Plan(fingerprint, values, config.inputs, tuple(partitions), listing.passed_over, spec.largest_id())
 
 
 def _grown_plan(old: Plan, listing: Listing, config: RunConfig, values: Mapping[str, Any]) -> Plan:
@@ -306,7 +306,7 @@ class Books:
         if result.exit_code == 0 and not (self.seen.finished and not self.seen.todo):
             storage = self.seen.storage
             ledger.number_rejects(storage, self.places, self.seen.plan, self.receipts)
-            ledger.write_success(storage, self.places, self.seen.plan, result.as_dict())
+            ledger.write_success(storage, self.places, self.seen.plan, result.as_dict() | {"counts": self._counts()})
         return result
 
     def _verdict(self) -> tuple[int, str | None]:
@@ -332,6 +332,12 @@ class Books:
             f"--max-reject-share {limit:g}; look into {self.places.ledger}/rejects/, "
             "then mend the input or raise the limit"
         )
+
+    def _counts(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for receipt in self.receipts.values():
+            counts.update(receipt["counts"])
+        return dict(sorted(counts.items()))
 
     def _totals(self) -> RunResult:
         receipts = list(self.receipts.values())

@@ -12,21 +12,25 @@ import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from itertools import islice
+from typing import Any, Final, Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.config import RunConfig
-from etl.errors import UsageError
+from etl.errors import StorageError, UsageError
 from etl.partitions import Listing
 from etl.pipeline import Outcome
 from etl.records import ObjectRange, Partition, Reject
 from etl.storage import Storage, canonical_url
 from etl.tables import serialize
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 VERSION: Final = 1
 RAW_BYTES: Final = 2**20
@@ -195,13 +199,17 @@ def encode_json(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one output consists of: written before the first part, and only ever appended to."""
+    """What one output consists of: written before the first part, and only ever appended to.
+
+    `largest_id` is the tokenizer's highest id, so that `check` needs no tokenizer; None where the plan has none.
+    """
 
     fingerprint: str
     settings: Mapping[str, Any]
     inputs: tuple[str, ...]
     partitions: tuple[Partition, ...]
     passed_over: tuple[str, ...] = ()
+    largest_id: int | None = None
 
     def encode(self) -> bytes:
         """The bytes of plan.json."""
@@ -209,6 +217,7 @@ class Plan:
             "version": VERSION,
             "fingerprint": self.fingerprint,
             "settings": self.settings,
+            "largest_id": self.largest_id,
             "inputs": list(self.inputs),
             "passed_over": list(self.passed_over),
             "partitions": [
@@ -233,13 +242,14 @@ class Plan:
             )
             version, fingerprint, settings = record["version"], record["fingerprint"], record["settings"]
             inputs, passed_over = tuple(record["inputs"]), tuple(record["passed_over"])
+            largest_id = record.get("largest_id")
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{where} is not a plan that etl wrote ({type(error).__name__}); see --overwrite"
             ) from error
         if version != VERSION:
             raise UsageError(f"{where} has version {version}, this etl writes {VERSION}; use the etl that wrote it")
-        return cls(fingerprint, settings, inputs, partitions, passed_over)
+        return cls(fingerprint, settings, inputs, partitions, passed_over, largest_id)
 
     @classmethod
     def of(
@@ -258,6 +268,38 @@ def read_plan(storage: Storage, places: Places) -> Plan | None:
     """The output's plan, or None where there is none yet."""
     body = storage.get(places.plan)
     return None if body is None else Plan.decode(body, places.plan)
+
+
+def open_output(
+    output: str,
+    *,
+    endpoint_url: str | None = None,
+    profile: str | None = None,
+    anon: bool = False,
+    storage_option: Mapping[str, Any] | None = None,
+) -> tuple[Storage, Places, Plan]:
+    """The way to an output that etl has written, and its plan. Raises UsageError where there is none."""
+    if not output:
+        raise UsageError("name an OUTPUT, e.g. s3://bucket/tokens/")
+    options = {"endpoint_url": endpoint_url, "profile": profile, "anon": anon, "storage_option": storage_option or {}}
+    try:
+        storage = Storage.from_config(RunConfig(input=output, output=output, **options))
+        places = Places(canonical_url(output))
+        storage.check_bucket(places.root)
+        plan = read_plan(storage, places)
+    except StorageError as error:
+        raise UsageError(str(error)) from error
+    if plan is None:
+        raise UsageError(f"{output} is no output of etl: there is no {places.plan}; check the spelling")
+    return storage, places, plan
+
+
+def map_in_order(work: Callable[[T], R], items: Iterable[T], threads: int = 16) -> Iterator[R]:
+    """`work` on every item in threads; results in the items' order, and never more than a window of them waiting."""
+    waiting = iter(items)
+    with ThreadPoolExecutor(threads) as pool:
+        while chunk := list(islice(waiting, 32 * threads)):
+            yield from pool.map(work, chunk)
 
 
 def read_receipts(storage: Storage, places: Places, plan: Plan) -> dict[str, dict[str, Any]]:
@@ -309,6 +351,7 @@ def write_success(storage: Storage, places: Places, plan: Plan, totals: Mapping[
         "partitions",
     )
     record = {"version": VERSION, "fingerprint": plan.fingerprint} | {name: totals[name] for name in lasting}
+    record["counts"] = totals.get("counts", {})
     storage.put(places.success, encode_json(record))
 
 

@@ -64,6 +64,8 @@ SETTINGS: Final = {
     "distributed.nanny.pre-spawn-environ": NATIVE_THREADS,
 }
 
+LOOPBACK: Final = "127.0.0.1:0"
+
 PRELOAD: Final = ("etl.pipeline", "dask.dataframe", "distributed.nanny", "distributed.worker", "s3fs")
 
 
@@ -220,7 +222,7 @@ def connect(config: RunConfig) -> Iterator[Client]:
 
 def _remote_client(url: str) -> Client:
     try:
-        return Client(url, timeout=10)
+        return Client(url, timeout=5)
     except (OSError, ValueError) as error:
         raise UsageError(f"--scheduler {url}: no Dask scheduler answers there ({type(error).__name__})") from error
 
@@ -233,7 +235,10 @@ def _local_cluster(config: RunConfig) -> LocalCluster:
         threads_per_worker=1,
         processes=True,
         host="127.0.0.1",
-        dashboard_address=None if config.no_dashboard else _free_address(config.dashboard_address),
+        # Without a dashboard the scheduler still serves its health page: on loopback, where no port can be taken.
+        dashboard_address=LOOPBACK if config.no_dashboard else _free_address(config.dashboard_address),
+        scheduler_kwargs={"dashboard": not config.no_dashboard},
+        worker_dashboard_address=LOOPBACK,
         memory_limit=memory_limit(config, workers),
         security=Security.temporary() if config.tls else None,
         silence_logs=50,
@@ -277,7 +282,9 @@ def ship(client: Client, name: str, spec: TokenizerSpec, config: RunConfig) -> N
 
 def write_expression(partitions: Sequence[Partition], kit_name: str, config: RunConfig) -> Any:
     """The optimised `to_parquet` expression over some partitions: one key each, its value the receipt."""
-    lines = dd.from_map(read, partitions, kit_name=kit_name, meta=pd.DataFrame({"batches": pd.Series([], dtype=object)}))
+    lines = dd.from_map(
+        read, partitions, kit_name=kit_name, meta=pd.DataFrame({"batches": pd.Series([], dtype=object)})
+    )
     schema = output_schema(config.keep_fields)
     # A frame without rows would be replaced by the meta, and its counts lost: so no enforcement.
     rows = lines.map_partitions(tokenize, meta=empty_frame(schema), enforce_metadata=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from etl.config import RunConfig
@@ -19,8 +21,23 @@ def normalize(row: Mapping[str, Any], config: RunConfig) -> list[Message]:
 
     Of a row that stands for several conversations, the first. Raises RowError where the row would be rejected.
     """
-    template = ChatTemplate.from_spec(load_tokenizer(config), config)
+    template = _template(_Key(config))
     first = parse_row(dict(row), config, template.traits)[0]
     if isinstance(first, Reject):
         raise RowError(first.reason, first.detail)
     return settle(first, template)
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A configuration as a cache's key: its mappings cannot be hashed, its text can."""
+
+    config: RunConfig
+
+    def __hash__(self) -> int:
+        return hash(repr(self.config))
+
+
+@functools.lru_cache(maxsize=4)
+def _template(key: _Key) -> ChatTemplate:
+    return ChatTemplate.from_spec(load_tokenizer(key.config), key.config)

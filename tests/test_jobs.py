@@ -30,7 +30,7 @@ def scheduler() -> Iterator[str]:
 
     with (
         dask.config.set(SETTINGS),
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=50) as cluster,
     ):
         yield cluster.scheduler_address
 
@@ -78,9 +78,7 @@ def test_a_receipt_says_what_its_part_holds(s3: Any, bucket: str, run: Any) -> N
     size = s3.head_object(Bucket=bucket, Key="completions/a.jsonl")["ContentLength"]
     assert name == f"part-0000000-{receipt['identity']}.parquet"
     assert (receipt["part"], receipt["size"], receipt["sha256"]) == (name, len(body), hashlib.sha256(body).hexdigest())
-    assert receipt["objects"] == [
-        {"key": f"s3://{bucket}/completions/a.jsonl", "etag": etag, "start": 0, "end": size}
-    ]
+    assert receipt["objects"] == [{"key": f"s3://{bucket}/completions/a.jsonl", "etag": etag, "start": 0, "end": size}]
     counts = ("lines", "blank", "candidates", "rows", "rejected")
     assert tuple(receipt[key] for key in counts) == (7, 1, 6, 5, 1)
     assert receipt["reasons"] == {"json": 1}
@@ -157,7 +155,11 @@ def test_candidates_are_rows_and_rejects_in_every_partition_and_in_all(s3: Any, 
     result = run(max_reject_share=1)
     receipts = stored(result.output).receipts
     for receipt in (*receipts, result.as_dict()):
-        assert receipt["candidates"] == receipt["rows"] + receipt["rejected"] == sum(receipt["reasons"].values()) + receipt["rows"]
+        assert (
+            receipt["candidates"]
+            == receipt["rows"] + receipt["rejected"]
+            == sum(receipt["reasons"].values()) + receipt["rows"]
+        )
         assert receipt["lines"] == receipt["rows"] + receipt["rejected"] + receipt["blank"]
     assert result.rows == 9
 
@@ -238,7 +240,9 @@ def test_changed_input_is_named_and_refused(s3: Any, bucket: str, run: Any, chan
         run()
 
 
-def test_a_local_folder_gives_the_same_rows_as_s3(s3: Any, bucket: str, run: Any, tmp_path: Path, scheduler: str) -> None:
+def test_a_local_folder_gives_the_same_rows_as_s3(
+    s3: Any, bucket: str, run: Any, tmp_path: Path, scheduler: str
+) -> None:
     body = jsonl(small_rows(20))
     upload(s3, bucket, {"a.jsonl": body})
     (tmp_path / "in").mkdir()

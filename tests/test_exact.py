@@ -1,0 +1,113 @@
+"""Whole runs against transformers and a mask worked out by other means: every row, every id, every mask value.
+
+The model's own template (from `trl`) renders; spans are found here by scanning the ChatML text, tokens by offsets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import transformers
+
+from etl import jobs, normalize
+from etl.config import RunConfig
+from etl.records import TokenizerSpec
+from tests.independent import load_plain
+from tests.jobs import stored
+from tests.rows import jsonl, mixed_rows
+
+ROWS = 2000
+HEADER = "<|im_start|>assistant\n"
+END = "<|im_end|>"
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+def chatml_mask(tokenizer: tokenizers.Tokenizer, text: str, messages: list[dict[str, Any]], cut: bool) -> list[int]:
+    """What the table of the contract says, for ChatML text without typed control tokens."""
+    spans = list(trained_spans(text, [m for m in messages if m["role"] == "assistant"], cut))
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    return [
+        int(any(start < b and a < max(end, start + 1) and (not hard or end <= b) for a, b, hard in spans))
+        for start, end in encoding.offsets
+    ]
+
+
+def trained_spans(text: str, replies: list[dict[str, Any]], cut: bool) -> Iterator[tuple[int, int, bool]]:
+    """(start, end, whether a token across the end is left out) of each trained turn."""
+    at = 0
+    for number, reply in enumerate(replies):
+        start = text.index(HEADER, at) + len(HEADER)
+        end = text.index(END, start) + len(END)
+        at = end
+        body = text[start:end]
+        reasoning = (reply.get("reasoning_content") or "").strip()
+        if reasoning and not body.startswith("<think>\n" + reasoning):
+            continue  # the template dropped the thought
+        if body.startswith(EMPTY):
+            start += len(EMPTY)
+        elif body.startswith("<think>\n\n\n</think>\n\n"):
+            start += len("<think>\n\n\n</think>\n\n")
+        if cut and number == len(replies) - 1:
+            last = reply["content"].strip() or reasoning
+            yield start, text.rindex(last) + len(last), True
+        else:
+            yield start, end, False
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return list(mixed_rows(ROWS, seed=11, median_bytes=2500))
+
+
+def reference(spec: TokenizerSpec, template: str) -> Any:
+    """The tokenizer as transformers has it, with the template."""
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(spec.backend_json),
+        chat_template=template,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_6", "qwen3"])
+def test_ids_and_masks_of_a_mix_of_rows_are_right(
+    family: str, rows: list[dict[str, Any]], material: Path, tmp_path: Path, qwen36: TokenizerSpec
+) -> None:
+    from etl.tokenizer import load_named
+
+    template = (material / "templates" / f"{family}.jinja").read_text()
+    name = "builtin:qwen3.6" if family == "qwen3_6" else str(material / "tokenizers" / family)
+    spec = qwen36 if family == "qwen3_6" else load_named(name)
+    for at in range(4):
+        body = jsonl(rows[at * ROWS // 4 : (at + 1) * ROWS // 4])
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{at}.jsonl").write_bytes(body)
+    (tmp_path / "chat.jinja").write_text(template)
+    config = RunConfig(
+        input=str(tmp_path / "in"),
+        output=str(tmp_path / "out"),
+        tokenizer=name,
+        chat_template=str(tmp_path / "chat.jinja"),
+        partition_bytes="1MiB",
+        workers=2,
+        no_dashboard=True,
+    )
+    result = jobs.run(config)
+    assert (result.exit_code, result.rows, result.rejected, result.mismatched_rows) == (0, ROWS, 0, 0)
+
+    tokenizer, plain = reference(spec, template), load_plain(spec.backend_json)
+    table = stored(str(tmp_path / "out")).table
+    for row, written in zip(rows, table.to_pylist(), strict=True):
+        messages = normalize(row, config)
+        tools = row.get("tools")
+        ids = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False)
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert (written["id"], written["input_ids"]) == (row["id"], ids)
+        mask = chatml_mask(plain, text, messages, row.get("finish_reason") == "length")
+        assert written["loss_mask"] == mask, (row["id"], json.dumps(messages)[:300])
+        assert (written["n_tokens"], written["n_loss_tokens"]) == (len(ids), sum(mask))

@@ -1,0 +1,189 @@
+"""The command line: one line and exit 2 before anything is written, and every option where the contract has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etl.config import RunConfig
+from etl.errors import UsageError
+from etl.terminal import GROUPS, main, parse_run, run_parser
+from tests.jobs import QWEN36, jsonl, small_rows, upload
+
+
+def words(bucket: str, *more: str, tokenizer: str = QWEN36) -> list[str]:
+    """`run` over the test's bucket."""
+    return ["run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", tokenizer, *more]
+
+
+def keys(s3: Any, bucket: str) -> list[str]:
+    return [entry["Key"] for entry in s3.list_objects_v2(Bucket=bucket).get("Contents", [])]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """What a refused command says: exit code 2 and one line on standard error, nothing else."""
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("etl: ")
+    assert said.err.count("\n") == 1
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.fixture
+def filled(s3: Any, bucket: str) -> str:
+    """A bucket with one object of three rows."""
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    return bucket
+
+
+def test_a_missing_bucket_is_refused_and_not_created(s3: Any, filled: str, capsys: Any) -> None:
+    absent = f"{filled}-absent"
+    into = ["run", f"s3://{filled}/completions/", f"s3://{absent}/tokens/", "--tokenizer", QWEN36]
+    assert "no such bucket" in refusal(capsys, into)
+    assert "no such bucket" in refusal(capsys, ["run", f"s3://{absent}/x/", f"s3://{filled}/tokens/", *into[3:]])
+    assert absent not in {entry["Name"] for entry in s3.list_buckets()["Buckets"]}
+    assert keys(s3, filled) == ["completions/a.jsonl"]
+
+
+def test_missing_credentials_are_named(filled: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert "no credentials found" in refusal(capsys, words(filled))
+
+
+def test_an_empty_folder_is_refused(s3: Any, bucket: str, capsys: Any) -> None:
+    s3.put_object(Bucket=bucket, Key="completions/_temporary/x.jsonl", Body=b"")
+    assert f"s3://{bucket}/completions/" in refusal(capsys, words(bucket))
+    assert keys(s3, bucket) == ["completions/_temporary/x.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [("builtin:gpt9", "builtin:gpt9"), ("./no-such-folder", "no-such-folder"), ("nobody/nothing", "nobody/nothing")],
+)
+def test_an_unknown_tokenizer_is_refused(s3: Any, filled: str, capsys: Any, tokenizer: str, says: str) -> None:
+    assert says in refusal(capsys, words(filled, tokenizer=tokenizer))
+    assert keys(s3, filled) == ["completions/a.jsonl"]
+
+
+def test_a_tokenizer_without_a_template_is_refused(
+    s3: Any, filled: str, capsys: Any, material: Path, tmp_path: Path
+) -> None:
+    source = material / "tokenizers" / "qwen3"
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer.json").symlink_to(source / "tokenizer.json")
+    said = refusal(capsys, words(filled, tokenizer=str(tmp_path)))
+    assert "--chat-template" in said
+    assert keys(s3, filled) == ["completions/a.jsonl"]
+
+
+def test_an_output_that_holds_something_else_is_refused(s3: Any, filled: str, capsys: Any) -> None:
+    s3.put_object(Bucket=filled, Key="tokens/someone-elses.parquet", Body=b"x")
+    assert "someone-elses.parquet" in refusal(capsys, words(filled))
+    assert keys(s3, filled) == ["completions/a.jsonl", "tokens/someone-elses.parquet"]
+
+
+@pytest.mark.parametrize("output", ["completions/", "completions/tokens/", "", "completions"])
+def test_an_output_inside_above_or_onto_the_input_is_refused(s3: Any, filled: str, capsys: Any, output: str) -> None:
+    argv = ["run", f"s3://{filled}/completions/", f"s3://{filled}/{output}", "--tokenizer", QWEN36]
+    assert "choose a place apart" in refusal(capsys, argv)
+    assert keys(s3, filled) == ["completions/a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--turns", "some"], "--turns"),
+        (["--partition-bytes", "many"], "--partition-bytes 'many' is not a size"),
+        (["--workers", "0"], "--workers"),
+        (["--workers", "2", "--scheduler", "tcp://x"], "exclude each other"),
+        (["--max-reject-share", "2"], "--max-reject-share"),
+        (["--date", "yesterday"], "--date"),
+        (["--template-arg", "alone"], "--template-arg needs key=value"),
+        (["--chat-template-kwargs", "[1]"], "not a JSON object"),
+        (["--endpoint-url", "nowhere"], "--endpoint-url"),
+        (["--no-such-option"], "--no-such-option"),
+        (["--config", "absent.yaml"], "absent.yaml"),
+        (["--field", "message=x"], "--field"),
+    ],
+)
+def test_an_unknown_value_is_refused(s3: Any, filled: str, capsys: Any, more: list[str], says: str) -> None:
+    assert says in refusal(capsys, words(filled, *more))
+    assert keys(s3, filled) == ["completions/a.jsonl"]
+
+
+def test_a_credential_on_the_command_line_is_refused_and_not_echoed(filled: str, capsys: Any) -> None:
+    said = refusal(capsys, words(filled, "--storage-option", "aws_secret_access_key=hunter2"))
+    assert "aws_secret_access_key" in said
+    assert "hunter2" not in said
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["run"], ["run", "--tokenizer", QWEN36], ["run", "a"]])
+def test_wrong_usage_ends_with_2(argv: list[str], capsys: Any) -> None:
+    assert main(argv) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback_of_a_refusal(filled: str, capsys: Any) -> None:
+    assert main(words(filled, "--turns", "some", "--debug")) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_inputs_come_before_the_output_and_options_stand_anywhere() -> None:
+    config, _ = parse_run(["s3://a/x", "--tokenizer", "t", "s3://a/y", "s3://a/z", "--workers", "3"], "etl run")
+    assert (config.inputs, config.output, config.workers) == (("s3://a/x", "s3://a/y"), "s3://a/z", 3)
+
+
+def test_template_arguments_are_json_where_they_parse_and_text_elsewhere() -> None:
+    given = ["--template-arg", "preserve_thinking=true", "--template-arg", "effort=high", "--template-arg", "n=3"]
+    config, _ = parse_run(
+        ["a", "b", "--tokenizer", "t", *given, "--chat-template-kwargs", '{"n": 1, "m": 2}'], "etl run"
+    )
+    assert config.template_kwargs == {"preserve_thinking": True, "effort": "high", "n": 3, "m": 2}
+
+
+def test_a_config_file_has_the_same_names_and_flags_win(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("input: s3://a/in/\noutput: s3://a/out/\ntokenizer: t\nworkers: 8\nrole_map: {developer: system}\n")
+    config, _ = parse_run(["--config", str(path), "--workers", "2"], "etl run")
+    assert (config.inputs, config.output, config.workers) == (("s3://a/in/",), "s3://a/out/", 2)
+    assert config.role_map == {"developer": "system"}
+
+
+def test_an_unknown_name_in_a_config_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("input: a\noutput: b\ntokenizer: t\nworker: 8\n")
+    with pytest.raises(UsageError, match="unknown option 'worker'"):
+        parse_run(["--config", str(path)], "etl run")
+
+
+def test_every_option_of_the_configuration_is_a_flag() -> None:
+    flags = {flag.removeprefix("--").replace("-", "_") for options in GROUPS.values() for flag, _ in options}
+    assert flags == {f.name for f in dataclasses.fields(RunConfig)} - {"input", "output"}
+
+
+def test_help_names_every_group(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_parser("etl run").parse_args(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert all(f"{group}:" in said for group in GROUPS)
+
+
+def test_plan_says_what_would_be_read_and_writes_nothing(s3: Any, filled: str, capsys: Any) -> None:
+    s3.put_object(Bucket=filled, Key="completions/notes.txt", Body=b"x")
+    assert main(["plan", *words(filled, "--partition-bytes", "200", "--json")[1:]]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    size = len(jsonl(small_rows(3)))
+    assert (found["objects"], found["bytes"], found["partitions"]) == (1, size, -(-size // 200))
+    assert (found["partitions_done"], found["passed_over"]) == (0, [f"s3://{filled}/completions/notes.txt"])
+    assert len(found["fingerprint"]) == 64
+    assert keys(s3, filled) == ["completions/a.jsonl", "completions/notes.txt"]

@@ -18,6 +18,7 @@ from etl import cluster, jobs
 from etl.cluster import SETTINGS
 from etl.errors import UsageError
 from etl.records import ObjectRange, Partition
+from etl.watcher import Watcher
 from tests.jobs import config, etl, jsonl, small_rows, stored, upload
 
 
@@ -74,7 +75,7 @@ def test_a_run_of_60_partitions_is_60_tasks_and_leaves_none(s3: Any, bucket: str
     assert came == result.partitions == 60
 
 
-def test_the_optimised_expression_has_one_key_a_partition(bucket: str, client: Client) -> None:
+def test_the_optimised_expression_has_one_key_a_partition(bucket: str) -> None:
     options = config(bucket)
     expression = cluster.write_expression(partitions(7), "kit", options)
     assert len(expression.__dask_graph__()) == 7
@@ -98,8 +99,8 @@ def test_a_worker_killed_in_the_middle_costs_no_row(s3: Any, bucket: str) -> Non
     ):
         victim = next(iter(local.workers.values())).pid
 
-        class Killer(jobs.Watcher):
-            def advance(self, receipt: Any) -> None:
+        class Killer(Watcher):
+            def advance(self, _receipt: Any) -> None:
                 if not killed:
                     os.kill(victim, 9)
                     killed.append(victim)

@@ -150,7 +150,7 @@ def test_what_is_missing_is_made_again_byte_for_byte(s3: Any, bucket: str, run: 
 
 
 def test_candidates_are_rows_and_rejects_in_every_partition_and_in_all(s3: Any, bucket: str, run: Any) -> None:
-    bad = [{"messages": []}, {"messages": [{"role": "user", "content": "Hi"}]}, {"text": 1}]
+    bad: list[dict[str, Any]] = [{"messages": []}, {"messages": [{"role": "user", "content": "Hi"}]}, {"text": 1}]
     upload(s3, bucket, {f"{i}.jsonl": jsonl([*small_rows(3), *bad]) + TORN for i in range(3)})
     result = run(max_reject_share=1)
     receipts = stored(result.output).receipts
@@ -205,7 +205,7 @@ def test_new_objects_are_appended_and_old_parts_never_move(s3: Any, bucket: str,
     first = stored(run().output)
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3, "a"))})
     second = stored(run().output)
-    assert list(second.parts)[0] == list(first.parts)[0]
+    assert next(iter(second.parts)) == next(iter(first.parts))
     assert second.table["id"].to_pylist() == ["b0", "b1", "b2", "a0", "a1", "a2"]
     assert len(json.loads(second.objects["__etl/plan.json"])["partitions"]) == 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -20,7 +19,7 @@ OBJECTS = 40
 
 
 @pytest.fixture(scope="module")
-def filled(moto: str) -> Iterator[str]:
+def filled(moto: str) -> str:
     """A bucket with 40 objects of 500 rows, about 160 MB."""
     import boto3
 
@@ -31,7 +30,7 @@ def filled(moto: str) -> Iterator[str]:
     for at in range(OBJECTS):
         body = jsonl(islice(rows, each))
         upload(client, "scale", {f"{at:02}.jsonl": body})
-    yield "scale"
+    return "scale"
 
 
 def tokenized(bucket: str, output: str, workers: int, moto: str) -> tuple[jobs.RunResult, Stored]:

@@ -67,6 +67,16 @@ class Marked:
         )
         return (starts[0], ends[-1]) if starts and ends and starts[0] < ends[-1] else None
 
+    def find_call(self, message: int, call: int, intervals: Sequence[Span]) -> Span | None:
+        """From the first to the last character found of a tool call: its name, or the last text in its arguments."""
+        names = (f"name {call}", f"arguments {call}")
+        found = [span for name in names if (span := self.find(message, name, intervals))]
+        return (min(start for start, _ in found), max(end for _, end in found)) if found else None
+
+    def says(self, message: int) -> bool:
+        """Whether the message says anything that was marked."""
+        return any(k == message for k, _ in self.of)
+
     def bounds(self) -> dict[int, Span]:
         """From the first to the last character that each message wrote, of those that left any."""
         bounds: dict[int, Span] = {}

@@ -28,10 +28,9 @@ class Pieces:
     calls: int = 0
 
     @property
-    def names(self) -> list[str]:
-        """Names of the pieces that must be in the render: `reasoning`, `answer`, `name 0`, `name 1`, …."""
-        spoken = ["reasoning"] * (self.reasoning is not None) + ["answer"] * (self.answer is not None)
-        return spoken + [f"name {i}" for i in range(self.calls)]
+    def spoken(self) -> list[str]:
+        """The names of the pieces that must be in the render, tool calls apart."""
+        return ["reasoning"] * (self.reasoning is not None) + ["answer"] * (self.answer is not None)
 
 
 def read_pieces(message: Message, field: str | None, *, open_prompt: bool, cut: bool) -> Pieces:

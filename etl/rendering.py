@@ -24,6 +24,7 @@ from etl.template import THINK_CLOSE, THINK_OPEN, ChatTemplate
 from etl.turns import Form, Turn, intersect, join, make_form, mask, match_form
 
 _FORMS_KEPT: Final = 64
+_TELLING: Final = 3  # characters of an id by which a call can be told
 _BRACKETS: Final = frozenset("<[◁")
 
 
@@ -209,12 +210,10 @@ def _turns_by_form(row: _Row) -> dict[int, Turn] | None:
 
 
 def _turn_by_form(row: _Row, k: int, interval: Span, forms: Mapping[tuple[bool, bool], Sequence[Form]]) -> Turn | None:
-    pieces = row.pieces(k)
-    if pieces.calls:
-        return None
     message = row.messages[k]
-    reasoning = piece_text(message, pieces.reasoning) if pieces.reasoning else ""
-    answer = piece_text(message, pieces.answer) if pieces.answer else ""
+    if message.get("tool_calls"):
+        return None
+    reasoning, answer = _cores(row, k, message)
     if _begins_with_tag(reasoning) or _begins_with_tag(answer):
         return None  # it may make an empty block, alone or with the template's own tag
     for form in forms.get((bool(reasoning), bool(answer)), ()):
@@ -222,6 +221,18 @@ def _turn_by_form(row: _Row, k: int, interval: Span, forms: Mapping[tuple[bool, 
         if turn is not None:
             return turn
     return None
+
+
+def _cores(row: _Row, k: int, message: Message) -> tuple[str, str]:
+    """The texts of the pieces; the plainest message, which most are, takes a short cut."""
+    content, reasoning = message.get("content"), message.get(row.template.reasoning_field or "")
+    if type(content) is str and type(reasoning) is str:
+        return reasoning.strip(), content.strip()
+    pieces = row.pieces(k)
+    return (
+        piece_text(message, pieces.reasoning) if pieces.reasoning else "",
+        piece_text(message, pieces.answer) if pieces.answer else "",
+    )
 
 
 def _begins_with_tag(text: str) -> bool:
@@ -269,20 +280,19 @@ def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> tuple[Turn,
     intervals = _find_intervals(row, k, pieces, marked)
     if not intervals:
         return Turn(((0, 0),), 0, dropped=True), None, None
-    found = {name: marked.find(k, name, intervals) for name in pieces.names}
-    present = sorted(span for span in found.values() if span)
-    reasoning, answer = found.get("reasoning"), found.get("answer")
+    spoken = {name: marked.find(k, name, intervals) for name in pieces.spoken}
+    reasoning, answer = spoken.get("reasoning"), spoken.get("answer")
+    calls = [_find_call(row, k, i, marked, intervals) for i in range(pieces.calls)]
+    present = sorted(span for span in (*spoken.values(), *calls) if span)
     header_end = _find_header(row, intervals, present)
     empty = _find_empty(row, intervals, header_end)
-    arguments = [span for i in range(pieces.calls) if (span := marked.find(k, f"arguments {i}", intervals))]
-    floor = max([header_end, *(span[1] for span in present), *(span[1] for span in arguments)])
-    floor = max(floor, empty[1]) if empty else floor
+    floor = max([header_end, *(span[1] for span in present), *([empty[1]] if empty else [])])
     turn = Turn(
         intervals,
         header_end,
         empty=empty,
         end=_find_end(row, intervals, floor, marked.broken),
-        dropped=len(present) < len(found) or _is_shortened(row, k, pieces, found),
+        dropped=len(present) < len(spoken) + len(calls) or _is_shortened(row, k, pieces, spoken),
     )
     if empty and not reasoning:
         turn = _with_empty_thought(row, turn, empty)
@@ -290,7 +300,7 @@ def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> tuple[Turn,
         limit = turn.end[0] if turn.end else intervals[-1][1]
         turn = _with_thought(row, turn, reasoning, min([limit, *(s for s, _ in present if s >= reasoning[1])]))
     if pieces.calls:
-        turn = replace(turn, calls=_find_calls(row, turn, found, floor))
+        turn = replace(turn, calls=_bound_calls(row, turn, spoken, [span for span in calls if span]))
     return turn, reasoning, answer
 
 
@@ -379,27 +389,46 @@ def _skip_blanks(text: str, at: int, end: int) -> int:
     return at
 
 
-def _find_calls(row: _Row, turn: Turn, found: Mapping[str, Span | None], floor: int) -> Span | None:
-    """From the header or blanks before the first call to the end of the last one; `floor`: behind its last text."""
-    text = row.trace.text
-    names = sorted(span for name, span in found.items() if span and name.startswith("name "))
-    if not names:
+def _find_call(row: _Row, k: int, i: int, marked: Marked, intervals: Sequence[Span]) -> Span | None:
+    """Where a tool call lies; None where it was left out.
+
+    Told by its marks, else by its id, which some templates write for the name (Kimi), or, where the template looks
+    names up and calls can bear no marks, by its name.
+    """
+    found = marked.find_call(k, i, intervals)
+    if found:
+        return found
+    call = row.messages[k]["tool_calls"][i]
+    floor = max((span[1] for name in ("reasoning", "answer") if (span := marked.find(k, name, intervals))), default=0)
+    identity = call.get("id") if isinstance(call, dict) else None
+    name = None if (k, f"name {i}") in marked.of else function_of(call).get("name")
+    for said, least in ((name, 1), (identity, _TELLING)):
+        if isinstance(said, str) and len(said) >= least:
+            for start, end in intervals:
+                at = row.trace.text.find(said, max(start, floor), end)
+                if at >= 0:
+                    return at, at + len(said)
+    return None
+
+
+def _bound_calls(row: _Row, turn: Turn, spoken: Mapping[str, Span | None], calls: Sequence[Span]) -> Span | None:
+    """From the header or blanks before the first call to the end of the last one."""
+    if not calls:
         return None
-    spoken = [span for name, span in found.items() if span and not name.startswith("name ")]
-    first, last = names[0][0], names[-1][1]
-    start = max([turn.header_end, *(span[1] for span in spoken if span[1] <= first)])
-    start = max(start, turn.empty[1]) if turn.empty else start
-    reasoning = found.get("reasoning")
+    text = row.trace.text
+    first, last = min(calls)[0], max(end for _, end in calls)
+    before = [span[1] for span in spoken.values() if span and span[1] <= first]
+    after = [span[0] for span in spoken.values() if span and span[0] >= last]
+    start = max([turn.header_end, *before, *([turn.empty[1]] if turn.empty else [])])
+    reasoning = spoken.get("reasoning")
     if reasoning and start == reasoning[1]:
         start = _close_of_thought(row, start, first)
-    later = [span[0] for span in spoken if span[0] >= last]
     limit = turn.end[0] if turn.end else turn.intervals[-1][1]
     if turn.end and not row.template.control_tokens.match(text, *turn.end):
         limit = turn.end[1]  # a tag that closes the call, where nothing else ends the turn (GLM)
     inside = next((high for low, high in turn.intervals if low <= last <= high), limit)
-    end = min([limit, inside, *later])
-    floor = last if later else min(floor, end)
-    while end > floor and text[end - 1].isspace():
+    end = min([limit, inside, *after])
+    while end > last and text[end - 1].isspace():
         end -= 1
     return start, end
 
@@ -410,13 +439,16 @@ def _find_calls(row: _Row, turn: Turn, found: Mapping[str, Span | None], floor: 
 def _find_intervals(row: _Row, k: int, pieces: Pieces, marked: Marked) -> tuple[Span, ...]:
     """Where message k's text lies: as the loops tell, or, where its pieces lie elsewhere, around its pieces."""
     intervals = row.intervals(k) if row.template.follows_loops else []
-    names = [name for name in pieces.names if (k, name) in marked.of]
-    if intervals and (not names or any(marked.find(k, name, intervals) for name in names)):
+    says = marked.says(k)
+    found = any(marked.find(k, name, intervals) for name in pieces.spoken) or any(
+        marked.find_call(k, i, intervals) for i in range(pieces.calls)
+    )
+    if intervals and (found or not says):
         return tuple(intervals)
     bounds = marked.bounds()
     if k in bounds:
         return (_turn_around(row, k, bounds),)
-    if names or row.template.follows_loops:
+    if says or row.template.follows_loops:
         return tuple(intervals)  # nothing that it says was rendered
     raise RowError("mask", f"message {k} says nothing by which it could be found in this template's text")
 

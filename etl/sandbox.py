@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import jinja2
 from jinja2 import meta, nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
@@ -70,11 +70,12 @@ class Trace:
 class Sandbox:
     """A compiled template. Raises UsageError where it cannot be compiled.
 
+    `constants`: variables that every render sees; `date`: YYYY-MM-DD, for templates that ask the clock.
     `has_tags`: `{% generation %}` blocks bound its trained text; `hides_tags`: it has such blocks in macros, where
     they cannot be followed; `reads`: the names of the variables that it can read.
     """
 
-    def __init__(self, source: str, date: str | None) -> None:
+    def __init__(self, source: str, date: str | None, constants: Mapping[str, Any]) -> None:
         environment = _environment(date)
         try:
             tree = environment.parse(source)
@@ -87,12 +88,12 @@ class Sandbox:
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
             raise UsageError(f"the chat template cannot be compiled: {_one_line(error)}") from error
         self._environment = environment
-        self._globals = dict(template.globals)
+        self._globals = {**template.globals, **constants}
         self._blocks = template.blocks
         self._render = template.root_render_func
 
     def trace(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> Trace:
-        """Render; `variables` are all that the template sees beside its globals. Raises RowError `template`."""
+        """Render; `variables` win over the constants. Raises RowError `template`."""
         context = _Context(self._environment, {**self._globals, **variables}, None, self._blocks, self._globals)
         append = context.chunks.append
         try:
@@ -166,7 +167,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         if kind is Macro:
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
-            return obj(context.eval_ctx, *args, **kwargs)
+            absent = len(obj.arguments) - len(args)
+            special = obj.caller or obj.catch_kwargs or obj.catch_varargs or context.eval_ctx.autoescape
+            if kwargs or special or absent < 0:
+                return obj(context.eval_ctx, *args, **kwargs)
+            return obj._func(*args, *(missing,) * absent)  # noqa: SLF001  what its __call__ comes to
         if obj is _TemplateNamespace or (kind is BuiltinMethodType and type(obj.__self__) is str):
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
@@ -216,7 +221,7 @@ class _TemplateNamespace(Namespace):
         attributes = dict(*args, **kwargs)
         for name in attributes:
             _check_name(name)
-        Namespace.__init__(self, attributes)
+        self._Namespace__attrs = attributes  # as the base class does, without a second copy
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -281,6 +286,26 @@ class _CodeGenerator(CodeGenerator):
             self.visit(target, frame)
             self.write(")")
         self.write("))")
+
+    @optimizeconst
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802  found by this name
+        if node.attr in _DICT_ATTRIBUTES:
+            super().visit_Getattr(node, frame)
+        else:
+            self._read_key(node.node, "getattr", node.attr, frame)
+
+    @optimizeconst
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802  found by this name
+        if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
+            self._read_key(node.node, "getitem", node.arg.value, frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def _read_key(self, of: nodes.Expr, how: str, key: str, frame: Frame) -> None:
+        """A key of a plain dict, read in place; all else asks the sandbox. A third of a render's time (measured)."""
+        self.write(f"(etl_read[{key!r}] if type(etl_read := ")
+        self.visit(of, frame)
+        self.write(f") is dict and {key!r} in etl_read else environment.{how}(etl_read, {key!r}))")
 
 
 class _GenerationTag(Extension):

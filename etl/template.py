@@ -62,9 +62,10 @@ class ChatTemplate:
         self.control_tokens = _alternatives(special)
         self.control_prefixes = tuple(sorted({token[:2] for token in special}))
         self._memory: dict[tuple[str, str], Any] = {}
-        self._sandbox = Sandbox(source, date)
+        self._sandbox = Sandbox(source, date, self.special_tokens)
         self._check_clock()
         self.as_parts = self._learn_parts()
+        self._own_prompt = self._split_prompt(self._find_prompt(self.arguments))
         self.reasoning_field = self._learn_reasoning_field()
         self.empty_thought = _empty_thought(self._learn_thought())
         self.follows_loops, self.ending, self.late_ending = self._learn_turns()
@@ -109,7 +110,6 @@ class ChatTemplate:
     ) -> Trace:
         """Render messages as they are (see `prepare`) under exactly these arguments. Raises RowError `template`."""
         variables = {
-            **self.special_tokens,
             **arguments,
             "messages": messages,
             "tools": tools,
@@ -182,16 +182,16 @@ class ChatTemplate:
         return json.dumps(read, sort_keys=True, default=repr)
 
     def recall(self, what: str, arguments: Mapping[str, Any], make: Callable[[], _T]) -> _T:
-        """What is remembered under these template arguments, made where it is not; the oldest is forgotten."""
+        """What is remembered under these template arguments, made where it is not. Threads may share it."""
         key = what, self.key(arguments)
-        if key not in self._memory:
-            while len(self._memory) >= _MEMORY:
-                self._memory.pop(next(iter(self._memory)))
-            self._memory[key] = make()
-        found: _T = self._memory[key]
-        return found
+        if key not in self._memory and len(self._memory) >= _MEMORY:
+            self._memory = {}
+        memory: dict[tuple[str, str], _T] = self._memory
+        return memory[key] if key in memory else memory.setdefault(key, make())
 
     def _prompt(self, arguments: Mapping[str, Any]) -> tuple[str, str]:
+        if arguments is self.arguments:
+            return self._own_prompt
         return self.recall("prompt", arguments, lambda: self._split_prompt(self._find_prompt(arguments)))
 
     def _split_prompt(self, prompt: str) -> tuple[str, str]:
@@ -312,9 +312,27 @@ def _added_tokens(backend_json: str) -> list[dict[str, Any]]:
 
 
 def _alternatives(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Any of the tokens, the longest first; never matches where there are none."""
-    longest_first = sorted({token for token in tokens if token}, key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    """Any of the tokens, the longest that fits; never matches where there are none.
+
+    Blank ones are left out: Gemma's added tokens hold every run of newlines. Written as a tree, since an alternation
+    of Gemma's 6,000 is tried one by one at each `<` of a text.
+    """
+    tree: dict[str, Any] = {}
+    for token in tokens:
+        node = tree
+        for char in "" if token.isspace() else token:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    tree.pop("", None)
+    return re.compile(_branches(tree) if tree else r"(?!)")
+
+
+def _branches(node: Mapping[str, Any]) -> str:
+    branches = [re.escape(char) + _branches(child) for char, child in node.items() if char]
+    if not branches:
+        return ""
+    body = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"
+    return body + "?" if "" in node else body
 
 
 def _empty_thought(learned: Iterable[tuple[str, str]]) -> re.Pattern[str]:

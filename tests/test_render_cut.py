@@ -95,7 +95,8 @@ def test_inline_text_is_trained_as_it_stands(inline: ChatTemplate) -> None:
 def test_an_empty_block_before_a_thought_that_was_only_begun_rejects_the_row() -> None:
     template = make_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' and '</think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if m.role == 'assistant' and '</think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
     with pytest.raises(RowError) as error:

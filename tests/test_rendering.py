@@ -155,6 +155,33 @@ def test_a_dropped_tool_call_and_a_dropped_answer_count_too(harmony: ChatTemplat
     assert render_row(load_template(material, "muse_glimmer"), beside).counts["dropped_reasoning_turns"] == 1
 
 
+def test_a_call_that_shows_only_its_id_or_its_arguments_is_not_dropped() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<call>SHOWN</call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    numbers = [USER, say("", tool_calls=[call("f", {"n": 3})])]
+    by_id = make_template(source.replace("SHOWN", "{{ c.id }}"))
+    assert turn_of(show(by_id, numbers)) == "[[<call>call12345</call><|im_end|>]]\n"
+    by_arguments = make_template(source.replace("SHOWN", "{{ c.function.arguments|tojson }}"))
+    assert turn_of(show(by_arguments, [USER, say("", tool_calls=[call()])])).startswith("[[<call>{")
+    by_nothing = make_template(source.replace("SHOWN", ""))
+    assert render_row(by_nothing, numbers).counts == {"dropped_reasoning_turns": 1}
+
+
+def test_a_template_that_looks_tools_up_by_name_still_shows_its_calls() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% if c.function.name not in ['f', 'look_up'] %}{{ raise_exception('no such tool') }}{% endif %}"
+        "<call>{{ c.function.name }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [USER, say("hm", tool_calls=[call("look_up")])]
+    assert turn_of(show(make_template(source), messages)) == "[[hm<call>look_up</call><|im_end|>]]\n"
+    assert turn_of(show(make_template(source), messages, no_train_tool_calls=True)).startswith("[[hm]]<call>")
+
+
 def test_a_message_can_opt_out_of_training(qwen: ChatTemplate) -> None:
     for flag in ({"train": False}, {"weight": 0}):
         shown = show(qwen, [USER, say("a", **flag), USER, say("b", weight=0.5)])

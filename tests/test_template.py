@@ -256,6 +256,22 @@ def test_probing_says_where_the_prompt_begins_no_turn() -> None:
     assert any("no turn begins with the generation prompt" in note for note in notes)
 
 
+def test_added_tokens_are_found_longest_first_and_blank_ones_not_at_all() -> None:
+    added = ["<a>", "<a>b", "<ab>", "<a", "\n", "  ", "[x]", "a.b", "", "<unused1>", "<unused10>"]
+    template = ChatTemplate(CHATML, {"eos_token": "<a"}, added, ["<a>", "[x]", ""])
+    assert template.added_tokens.findall("<a>bc<a>c<ab><ax\n\n  [x]a.baxb<unused10><unused11>") == [
+        "<a>b",
+        "<a>",
+        "<ab>",
+        "<a",
+        "[x]",
+        "a.b",
+        "<unused10>",
+    ]
+    assert template.control_tokens.findall("<a>b[x]<a") == ["<a>", "[x]"]
+    assert ChatTemplate(CHATML, {}).control_tokens.search("anything") is None
+
+
 def test_memory_does_not_grow_with_the_rows_own_arguments(material: Path) -> None:
     template = load_template(material, "qwen3_6")
     for i in range(1000):

@@ -17,12 +17,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from etl.audit import CheckResult, check
     from etl.config import RunConfig
     from etl.inspection import normalize
     from etl.jobs import PlanResult, RunResult, plan, run
     from etl.schema import SCHEMA
+    from etl.summary import Report, report
 
-__all__ = ["SCHEMA", "PlanResult", "RunConfig", "RunResult", "normalize", "plan", "run"]
+__all__ = [
+    "SCHEMA",
+    "CheckResult",
+    "PlanResult",
+    "Report",
+    "RunConfig",
+    "RunResult",
+    "check",
+    "normalize",
+    "plan",
+    "report",
+    "run",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -30,6 +44,10 @@ _HOMES = {
     "SCHEMA": "schema",
     "PlanResult": "jobs",
     "RunResult": "jobs",
+    "CheckResult": "audit",
+    "check": "audit",
+    "Report": "summary",
+    "report": "summary",
     "normalize": "inspection",
     "plan": "jobs",
     "run": "jobs",

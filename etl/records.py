@@ -37,6 +37,9 @@ REASONS: Final = (
 )
 """Why a row can be rejected, in the order in which the stages find out."""
 
+LOW_TRAINED_SHARE: Final = 0.05
+"""Below this share of trained tokens something is wrong with mask or template more often than not."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:

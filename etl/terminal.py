@@ -21,19 +21,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from etl.config import CHOICES, RunConfig
 from etl.errors import EtlError, UsageError
-from etl.records import TokenizerSpec
+from etl.records import LOW_TRAINED_SHARE, TokenizerSpec
 from etl.watcher import Watcher
 
-NOT_YET: Final[Mapping[str, object]] = {}
-"""Options of the contract that are not built yet, with the value that asks for nothing."""
-
-LATER: Final = ("preview", "check", "report", "doctor", "export")
+LATER: Final = ("preview", "doctor", "export")
 """Commands of the contract that are not built yet."""
 
 PLAIN_PROGRESS_SECONDS: Final = 10.0
-
-LOW_TRAINED_SHARE: Final = 0.05
-"""Below this share of trained tokens something is wrong with mask or template more often than not."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -132,6 +126,43 @@ def plan_command(words: list[str]) -> int:
     return 0
 
 
+def check_command(words: list[str]) -> int:
+    """`etl check OUTPUT`: 0 where all is well, 1 where a fault was found."""
+    flags, options = parse_output(output_parser("check", "re-read parts and receipts and reconcile them"), words)
+    from etl.audit import check
+
+    result = check(flags.output, **options)
+    if not (flags.quiet and result.ok):
+        print(result)
+    if flags.json:
+        print(json.dumps(result.as_dict()))
+    return 0 if result.ok else 1
+
+
+def report_command(words: list[str]) -> int:
+    """`etl report OUTPUT [--html FILE]`: the totals of an output, from its receipts."""
+    parser = output_parser("report", "the totals of an output: rows, rejects by reason, where the time went")
+    parser.add_argument("--html", metavar="FILE", default=None, help="write one self-contained page as well")
+    flags, options = parse_output(parser, words)
+    from etl.summary import report
+
+    result = report(flags.output, **options)
+    if flags.html is not None:
+        _write_page(flags.html, result.to_html())
+    if not flags.quiet:
+        print(result)
+    if flags.json:
+        print(json.dumps(result.as_dict()))
+    return 0
+
+
+def _write_page(path: str, page: str) -> None:
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--html {path}: {error.strerror}; name a file in a folder that exists") from error
+
+
 def demo_command(words: list[str]) -> int:
     """`etl demo`: the whole job on an embedded S3 server with a bundled sample."""
     parser = Parser(prog="etl demo", description="the whole job on an embedded S3 server with a bundled sample")
@@ -146,6 +177,8 @@ def demo_command(words: list[str]) -> int:
 COMMANDS: Final[Mapping[str, Callable[[list[str]], int]]] = {
     "run": run_command,
     "plan": plan_command,
+    "check": check_command,
+    "report": report_command,
     "demo": demo_command,
 }
 
@@ -154,6 +187,8 @@ usage: python -m etl COMMAND …
 
   run INPUT [INPUT …] OUTPUT --tokenizer T   chat completions on S3 → masked training tokens on S3
   plan …as run…                              what would be read, how it is cut, what is done
+  check OUTPUT                               re-read parts and receipts: every count, hash, length, id, mask value
+  report OUTPUT [--html FILE]                totals, rejects by reason, where the time went
   demo                                       the whole job on an embedded S3 server with a bundled sample
 
 python -m etl run --help lists the options."""
@@ -225,6 +260,32 @@ GROUPS: Final[Mapping[str, tuple[tuple[str, dict[str, Any]], ...]]] = {
 PAIRS: Final = ("template_arg", "field", "role_map", "storage_option")
 
 
+def output_parser(command: str, description: str) -> Parser:
+    """The parser of the commands that take an OUTPUT and the options of storage."""
+    parser = Parser(prog=f"etl {command}", description=description, allow_abbrev=False)
+    parser.add_argument("output", metavar="OUTPUT", help="e.g. s3://bucket/tokens/")
+    group = parser.add_argument_group("storage")
+    for flag, settings in GROUPS["storage"]:
+        group.add_argument(flag, **settings)
+    _add_display(parser)
+    return parser
+
+
+def parse_output(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The flags of `output_parser`, and those of storage as `check` and `report` take them."""
+    flags = parser.parse_args(list(words))
+    names = (flag.removeprefix("--").replace("-", "_") for flag, _ in GROUPS["storage"])
+    options = {name: getattr(flags, name) for name in names}
+    options["storage_option"] = _pairs("storage_option", flags.storage_option or ())
+    return flags, options
+
+
+def _add_display(parser: Parser) -> None:
+    group = parser.add_argument_group("all")
+    for flag, text in (("json", "last line of stdout"), ("debug", "show tracebacks"), ("quiet", "only errors")):
+        group.add_argument(f"--{flag}", action="store_true", default=False, help=text)
+
+
 def run_parser(prog: str) -> Parser:
     """The parser of `run` and of the commands that take its options."""
     parser = Parser(prog=prog, argument_default=argparse.SUPPRESS, allow_abbrev=False)
@@ -253,9 +314,6 @@ def parse_run(words: Sequence[str], prog: str) -> tuple[RunConfig, argparse.Name
         options |= {"input": urls[:-1] or options.get("input", ()), "output": urls[-1]}
     if not options.get("tokenizer"):
         raise UsageError("name a --tokenizer: a hub name such as Qwen/Qwen3.6-27B, a local folder, or builtin:qwen3.6")
-    for name, unset in NOT_YET.items():
-        if options.get(name, unset) != unset:
-            raise UsageError(f"--{name.replace('_', '-')}: not yet")
     return RunConfig(**{"input": (), **options}), flags
 
 

@@ -18,7 +18,7 @@ ETL = Path(__file__).resolve().parent.parent / "etl"
 
 ORDER = (
     # the shared words
-    "errors", "records", "config", "schema", "watcher",
+    "errors", "records", "config", "schema", "watcher", "pages",
     # s3 objects -> partitions -> lines
     "storage", "partitions", "lines",
     # -> conversations
@@ -30,7 +30,7 @@ ORDER = (
     # -> Parquet, and the stages composed for one partition
     "tables", "fingerprint", "pipeline",
     # -> the books of a run, the engine, the run itself
-    "ledger", "lease", "cluster", "jobs", "inspection",
+    "ledger", "contents", "recount", "audit", "summary", "lease", "cluster", "jobs", "inspection",
     # the doors: Python, eyes, command line
     "etl", "viewer", "embedded", "demo", "terminal", "__main__",
 )  # fmt: skip

@@ -7,8 +7,8 @@ is inert when NFC neither changes it nor moves or joins it to the one before; mo
 from __future__ import annotations
 
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -21,6 +21,7 @@ from etl.records import Rendered, Span
 
 _CONTINUATION, _FIRST_LEAD, _FIRST_LEAD_OF_3, _FIRST_LEAD_OF_4 = 0x80, 0xC0, 0xE0, 0xF0
 _FIRST_MARK: Final = 0x300
+_LONGEST_RUN: Final = 1000
 _LEAD_OF_FIRST_MARK: Final = 0xCC
 _TABLE_END: Final = 0x30000
 _INERT, _CHANGES, _FOLLOWS, _UNKNOWN = 0, 1, 2, 3
@@ -38,7 +39,7 @@ def byte_places(rows: Sequence[Rendered], added: AddedTokens, *, nfc: bool) -> l
     """Where each row's spans and cuts lie in UTF-8 bytes; `added` finds the tokens that are cut out unnormalised.
 
     None where that cannot be told: the text holds characters that this Python's Unicode tables do not know, so that
-    the tokenizer may normalise them in another way. No text may hold a lone surrogate.
+    the tokenizer may normalise them in another way, or an endless run of marks. No text may hold a lone surrogate.
     """
     places: list[Places | None] = [
         Places(len(row.text), row.spans, [(cut, cut) for cut in row.cuts]) if row.text.isascii() else None
@@ -53,7 +54,7 @@ def byte_places(rows: Sequence[Rendered], added: AddedTokens, *, nfc: bool) -> l
             if kind == _INERT or (kind != _UNKNOWN and unicodedata.is_normalized("NFC", rows[i].text)):
                 places[i] = place
             elif kind != _UNKNOWN:
-                places[i] = _normalised_places(rows[i], list(_changes(rows[i], added)))
+                places[i] = _normalised_places(rows[i], added)
     return places
 
 
@@ -105,8 +106,7 @@ class _Texts:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(NamedTuple):
     """text[start:end] became `after`."""
 
     start: int
@@ -114,24 +114,29 @@ class _Change:
     after: str
 
 
-def _normalised_places(rendered: Rendered, changes: Sequence[_Change]) -> Places:
-    text = rendered.text
+def _normalised_places(row: Rendered, added: AddedTokens) -> Places | None:
+    changes = _changes(row, added)
+    if changes is None:
+        return None
+    text = row.text
+    starts = [change.start for change in changes]
+    became: list[Span] = []
+    size = done = 0
+    for change in changes:
+        size += len(text[done : change.start].encode())
+        became.append((size, size + len(change.after.encode())))
+        size, done = became[-1][1], change.end
 
     def place(point: int) -> Span:
-        size = done = 0
-        for change in changes:
-            if change.start >= point:
-                break
-            size += len(text[done : change.start].encode())
-            width = len(change.after.encode())
-            if point < change.end:
-                return size, size + width
-            size, done = size + width, change.end
+        last = bisect_left(starts, point) - 1
+        if last >= 0 and point < changes[last].end:
+            return became[last]
+        done, size = (changes[last].end, became[last][1]) if last >= 0 else (0, 0)
         size += len(text[done:point].encode())
         return size, size
 
-    spans = [(place(start)[0], place(end)[1]) for start, end in rendered.spans]
-    return Places(place(len(text))[1], spans, [place(cut) for cut in rendered.cuts])
+    spans = [(place(start)[0], place(end)[1]) for start, end in row.spans]
+    return Places(place(len(text))[1], spans, [place(cut) for cut in row.cuts])
 
 
 def _stretches(row: Rendered, added: AddedTokens) -> Iterable[Span]:
@@ -142,19 +147,25 @@ def _stretches(row: Rendered, added: AddedTokens) -> Iterable[Span]:
     yield at, len(row.text)
 
 
-def _changes(row: Rendered, added: AddedTokens) -> Iterable[_Change]:
-    """What NFC changes, run by run: a run is a character and those after it that NFC may join to it or move."""
+def _changes(row: Rendered, added: AddedTokens) -> list[_Change] | None:
+    """What NFC changes, run by run: a run is a character and those after it that NFC may join to it or move.
+
+    None where a run is too long: Python orders its marks in the square of their number.
+    """
     kinds = _kinds(row.text)
+    changes: list[_Change] = []
     for start, end in _stretches(row, added):
-        if unicodedata.is_normalized("NFC", row.text[start:end]):
-            continue
         heads = start + np.flatnonzero(kinds[start:end] < _FOLLOWS)
-        for run_start, run_end in pairwise([start, *heads.tolist(), end]):
+        edges = [start, *heads.tolist(), end]
+        for run_start, run_end in pairwise(edges):
+            if run_end - run_start > _LONGEST_RUN:
+                return None
             if run_end - run_start > 1 or (run_end > run_start and kinds[run_start] != _INERT):
                 before = row.text[run_start:run_end]
                 after = unicodedata.normalize("NFC", before)
                 if after != before:
-                    yield _core(run_start, before, after)
+                    changes.append(_core(run_start, before, after))
+    return changes
 
 
 def _core(start: int, before: str, after: str) -> _Change:

@@ -17,11 +17,13 @@ from etl.pieces import Pieces, content_text, core_within, field_text, function_o
 from etl.records import Message, Span
 from etl.template import REASONING_FIELDS
 
+_MARKS_A_MESSAGE: Final = 16
+
 Render: TypeAlias = Callable[[Sequence[Message], Any, Any], str]
 """(messages, tools, documents) -> text; raises RowError."""
 
-_PLANES: Final = (0x100000, 0xF0000)  # Unicode's private-use planes
-_PLANE_SIZE: Final = 0xFFF0
+_AREAS: Final = ((0xE000, 0x1900), (0x100000, 0xFFF0), (0xF0000, 0xFFF0))
+"""Unicode's private-use areas, (first, size). The first keeps a text at two bytes a character."""
 
 
 @dataclass(slots=True)
@@ -32,12 +34,13 @@ class Marks:
     """
 
     base: int
+    size: int
     of: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)
 
     def pair(self, message: int, piece: str) -> tuple[str, str]:
         """Two new marks for a piece. Raises RowError `mask` where a row needs more than there are."""
         number = 2 * len(self.of) + 1
-        if number + 1 >= _PLANE_SIZE:
+        if number + 1 >= self.size:
             raise RowError("mask", "too many messages to follow each of them")
         self.of[message, piece] = number, number + 1
         return chr(self.base + number), chr(self.base + number + 1)
@@ -102,10 +105,10 @@ def mark_all(
 
     `pieces`: those of the assistant messages; `tokens`: matches the control tokens to break up, if any were typed.
     """
-    base = _free_plane(text)
+    area = _free_area(text, len(messages))
     ways = ((True, tokens), (True, None), (False, None))
     for with_calls, breaking in dict.fromkeys(ways):
-        marks = Marks(base)
+        marks = Marks(*area)
         shown: Any = [
             _mark_message(message, k, pieces[k], marks, with_calls=with_calls)
             if k in pieces
@@ -114,7 +117,7 @@ def mark_all(
         ]
         shown_tools, shown_documents = tools, documents
         if breaking is not None:
-            shown, shown_tools, shown_documents = _break_tokens((shown, tools, documents), breaking, chr(base))
+            shown, shown_tools, shown_documents = _break_tokens((shown, tools, documents), breaking, chr(marks.base))
         marked = _read(shown, shown_tools, shown_documents, text, render, marks)
         if marked is not None:
             return replace(marked, breaks=breaking is not None)
@@ -134,7 +137,7 @@ def kept_blanks(
     name, _, end = piece
     message = messages[k]
     said = field_text(message, name)
-    marks = Marks(_free_plane(text))
+    marks = Marks(*_free_area(text, 1))
     left, _ = marks.pair(k, name)
     for stop in range(len(said), end, -1):
         shown = _with_field(message, name, said[:stop] + left + said[stop:])
@@ -153,11 +156,12 @@ def strings_in(value: Any) -> list[str]:
     return [text for item in value for text in strings_in(item)] if isinstance(value, list | tuple) else []
 
 
-def _free_plane(text: str) -> int:
-    for base in _PLANES:
-        if not any(base <= ord(char) < base + _PLANE_SIZE for char in set(text)):
-            return base
-    raise RowError("mask", "the text uses both private-use planes of Unicode")
+def _free_area(text: str, messages: int) -> tuple[int, int]:
+    """A private-use area that the text uses nothing of, with room for some marks a message."""
+    for base, size in _AREAS:
+        if size > messages * _MARKS_A_MESSAGE and not re.search(f"[{chr(base)}-{chr(base + size - 1)}]", text):
+            return base, size
+    raise RowError("mask", "the text uses all private-use areas of Unicode")
 
 
 def _read(
@@ -170,7 +174,7 @@ def _read(
     places: dict[int, list[int]] = {}
     parts: list[str] = []
     at = since = 0
-    for found in re.finditer(f"[{chr(marks.base)}-{chr(marks.base + _PLANE_SIZE - 1)}]", shown):
+    for found in re.finditer(f"[{chr(marks.base)}-{chr(marks.base + marks.size - 1)}]", shown):
         parts.append(shown[since : found.start()])
         at += found.start() - since
         since = found.end()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from etl.audit import CheckResult, check
     from etl.config import RunConfig
     from etl.inspection import normalize
-    from etl.jobs import PlanResult, RunResult, plan, run
+    from etl.jobs import PlanResult, RunResult, frame, plan, run
     from etl.schema import SCHEMA
     from etl.summary import Report, report
 
@@ -32,6 +32,7 @@ __all__ = [
     "RunConfig",
     "RunResult",
     "check",
+    "frame",
     "normalize",
     "plan",
     "report",
@@ -49,6 +50,7 @@ _HOMES = {
     "Report": "summary",
     "report": "summary",
     "normalize": "inspection",
+    "frame": "jobs",
     "plan": "jobs",
     "run": "jobs",
 }

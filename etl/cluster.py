@@ -8,11 +8,12 @@ Tasks carry a `Partition` and the name of the worker's kit, nothing else: no con
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ import dask.dataframe as dd
 import pandas as pd
 import pyarrow as pa
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
-from distributed import Client, LocalCluster, WorkerPlugin, as_completed, get_worker, performance_report
+from distributed import Client, LocalCluster, WorkerPlugin, as_completed, default_client, get_worker, performance_report
 from distributed.metrics import context_meter
 from distributed.security import Security
 from distributed.system import MEMORY_LIMIT
@@ -133,11 +134,20 @@ class OpenPartition:
         return type(self), (self.partition, self.kit_name)
 
 
+_HERE: Final[dict[str, Callable[[], Kit]]] = {}
+"""Kits of this process, for frames that are computed without a cluster; built at first use."""
+
+
 def _kit(name: str) -> Kit:
-    plugin = get_worker().plugins[name]
-    if not isinstance(plugin, KitPlugin) or plugin.kit is None:
-        raise EtlError(f"this worker has no kit {name!r}; was the run started by etl?")
-    return plugin.kit
+    try:
+        plugin = get_worker().plugins.get(name)
+    except ValueError:  # no worker: Dask's own threads, in the client's process
+        plugin = None
+    if isinstance(plugin, KitPlugin) and plugin.kit is not None:
+        return plugin.kit
+    if name in _HERE:
+        return _HERE[name]()
+    raise EtlError("this process has no tokenizer for the frame; make the Client before etl.frame, or use threads")
 
 
 def read(partition: Partition, kit_name: str) -> pd.DataFrame:
@@ -149,9 +159,17 @@ def tokenize(opened: pd.DataFrame) -> pd.DataFrame:
     """The stream of batches -> a frame in SCHEMA; rejects, counts and stage seconds travel in its `attrs`."""
     source: OpenPartition = opened["batches"].iloc[0]
     clock = StageClock()
-    outcome = transform(source.batches, source.kit, clock)
+    with source.kit.lock:
+        outcome = transform(source.batches, source.kit, clock)
     frame: pd.DataFrame = outcome.table.to_pandas(types_mapper=pd.ArrowDtype)
     frame.attrs["etl"] = Carried(source, outcome, clock)
+    return frame
+
+
+def tokenize_alone(opened: pd.DataFrame) -> pd.DataFrame:
+    """As `tokenize`, for a frame that a user looks at: its rows alone, without what a receipt needs."""
+    frame = tokenize(opened)
+    frame.attrs.clear()
     return frame
 
 
@@ -282,12 +300,7 @@ def ship(client: Client, name: str, spec: TokenizerSpec, config: RunConfig) -> N
 
 def write_expression(partitions: Sequence[Partition], kit_name: str, config: RunConfig) -> Any:
     """The optimised `to_parquet` expression over some partitions: one key each, its value the receipt."""
-    lines = dd.from_map(
-        read, partitions, kit_name=kit_name, meta=pd.DataFrame({"batches": pd.Series([], dtype=object)})
-    )
-    schema = output_schema(config.keep_fields)
-    # A frame without rows would be replaced by the meta, and its counts lost: so no enforcement.
-    rows = lines.map_partitions(tokenize, meta=empty_frame(schema), enforce_metadata=False)
+    rows = _rows(partitions, kit_name, config, tokenize)
     with warnings.catch_warnings(), dask.config.set(SETTINGS):
         # to_parquet asks for retries by an annotation that query planning ignores; client.get sets them.
         warnings.filterwarnings("ignore", message="Dask annotations", category=UserWarning)
@@ -296,6 +309,24 @@ def write_expression(partitions: Sequence[Partition], kit_name: str, config: Run
         )
         # Only optimize() fuses the three into one task a partition; its frame leaves the barrier out.
         return written.optimize().expr.frame
+
+
+def _rows(
+    partitions: Sequence[Partition], kit_name: str, config: RunConfig, stage: Callable[[pd.DataFrame], pd.DataFrame]
+) -> dd.DataFrame:
+    meta = pd.DataFrame({"batches": pd.Series([], dtype=object)})
+    opened = dd.from_map(read, partitions, kit_name=kit_name, meta=meta)
+    # A frame without rows would be replaced by the meta, and its counts lost: so no enforcement.
+    return opened.map_partitions(stage, meta=empty_frame(output_schema(config.keep_fields)), enforce_metadata=False)
+
+
+def lazy_frame(partitions: Sequence[Partition], kit_name: str, spec: TokenizerSpec, config: RunConfig) -> dd.DataFrame:
+    """The rows as a lazy Dask DataFrame in SCHEMA; works with the current Client, and without one in threads."""
+    _HERE[kit_name] = functools.cache(functools.partial(build_kit, spec, config))
+    with contextlib.suppress(ValueError):  # there is no Client
+        ship(default_client(), kit_name, spec, config)
+    with dask.config.set({"dataframe.convert-string": False}):
+        return _rows(partitions, kit_name, config, tokenize_alone)
 
 
 def part_futures(client: Client, partitions: Sequence[Partition], kit_name: str, config: RunConfig) -> Any:

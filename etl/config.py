@@ -136,6 +136,8 @@ class RunConfig:
                 raise UsageError(f"--field {name} is read by no shape; choose {', '.join(FIELDS)}")
         self._check_numbers()
         self._check_secrets()
+        if self.layout != "default":
+            raise UsageError(f"--layout {self.layout}: not yet")
         if self.workers is not None and self.scheduler is not None:
             raise UsageError("--workers and --scheduler exclude each other: a running cluster has its own workers")
 

@@ -1,4 +1,4 @@
-"""RunConfig -> RunResult: survey input and output, plan what is missing, run it, and close the books."""
+"""RunConfig -> RunResult: run what the survey found missing, and close the books."""
 
 from __future__ import annotations
 
@@ -13,40 +13,15 @@ from typing import Any, Final
 
 from etl import cluster, ledger
 from etl.config import RunConfig
-from etl.errors import LeaseLost, StorageError, UsageError
-from etl.fingerprint import difference, digest, settings
+from etl.errors import LeaseLost
 from etl.lease import Lease, hold
-from etl.ledger import Places, Plan
-from etl.partitions import Listing, append_partitions, check_apart, cut_partitions, find_objects
-from etl.records import Partition, TokenizerSpec
-from etl.storage import Storage, canonical_url
-from etl.template import ChatTemplate, probe
-from etl.tokenizer import load_tokenizer
+from etl.ledger import Places
+from etl.records import Partition
+from etl.surveys import Survey, look_at_input, survey
 from etl.watcher import Watcher
 
 LIMIT_AFTER: Final = 10_000
 """Candidates before the reject limit may end a run early."""
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """All that is known before anything is written: what would be read, how it is cut, what is done."""
-
-    config: RunConfig
-    places: Places
-    storage: Storage
-    spec: TokenizerSpec
-    plan: Plan
-    planned_before: int
-    receipts: Mapping[str, Mapping[str, Any]]
-    listing: Listing
-    notes: tuple[str, ...]
-    finished: bool
-
-    @property
-    def todo(self) -> tuple[Partition, ...]:
-        """Partitions without a valid receipt, in order."""
-        return tuple(p for p in self.plan.partitions if p.stem not in self.receipts)
 
 
 @dataclass(slots=True)
@@ -102,77 +77,6 @@ class PlanResult:
     fingerprint: str
 
 
-def survey(config: RunConfig) -> Survey:
-    """Look at input, output and tokenizer; write nothing. Raises UsageError on whatever forbids a run."""
-    if config.output is None:
-        raise UsageError("name an OUTPUT, e.g. s3://bucket/tokens/")
-    try:
-        return _survey(config, config.output)
-    except StorageError as error:
-        raise UsageError(str(error)) from error
-
-
-def _survey(config: RunConfig, output: str) -> Survey:
-    check_apart(config.inputs, output)
-    storage, places = Storage.from_config(config), Places(canonical_url(output))
-    storage.check_writable(places.root)
-    old = ledger.read_plan(storage, places)
-    if old is None:
-        _check_empty(storage, places)
-    listing = find_objects(storage, config.inputs, config.partition_size)
-    spec = load_tokenizer(config)
-    notes = probe(ChatTemplate.from_spec(spec, config))
-    values = settings(spec, config)
-    plan = _new_plan(listing, config, spec, values) if old is None else _grown_plan(old, listing, config, values)
-    receipts = {} if old is None else ledger.read_receipts(storage, places, old)
-    return Survey(
-        config,
-        places,
-        storage,
-        spec,
-        plan,
-        len(old.partitions) if old else 0,
-        receipts,
-        listing,
-        tuple(notes),
-        finished=storage.stat(places.success) is not None,
-    )
-
-
-def _check_empty(storage: Storage, places: Places) -> None:
-    held = storage.list(places.root)
-    if held:
-        raise UsageError(
-            f"OUTPUT {places.root} already holds {len(held)} objects that etl did not plan, e.g. {held[0].url}; "
-            "choose an empty place"
-        )
-
-
-def _new_plan(listing: Listing, config: RunConfig, spec: TokenizerSpec, values: Mapping[str, Any]) -> Plan:
-    fingerprint = digest(values)
-    partitions = cut_partitions(listing.objects, config.partition_size, fingerprint, listing.compressed)
-    return Plan(fingerprint, values, config.inputs, tuple(partitions), listing.passed_over, spec.largest_id())
-
-
-def _grown_plan(old: Plan, listing: Listing, config: RunConfig, values: Mapping[str, Any]) -> Plan:
-    fingerprint = digest(values)
-    if fingerprint != old.fingerprint:
-        raise UsageError(
-            f"OUTPUT {config.output} was written with other options: {difference(old.settings, values)}; "
-            "use the same ones, or another OUTPUT"
-        )
-    planned = {r.url: (r.etag, r.size) for p in old.partitions for r in p.ranges}
-    found = {o.url: (o.etag, o.size) for o in listing.objects}
-    for url, was in planned.items():
-        now = found.get(url)
-        if now != was:
-            seen = "is gone" if now is None else f"changed (ETag was {was[0]}, is {now[0]})"
-            raise UsageError(f"input object {url} {seen} since OUTPUT was planned; restore it, or use another OUTPUT")
-    fresh = [o for o in listing.objects if o.url not in planned]
-    partitions = append_partitions(old.partitions, fresh, config.partition_size, fingerprint, listing.compressed)
-    return dataclasses.replace(old, partitions=tuple(partitions), passed_over=listing.passed_over)
-
-
 def plan(config: RunConfig) -> PlanResult:
     """What `run` would read and pass over, how it is cut, and what is done; starts no cluster, writes nothing."""
     seen = survey(config)
@@ -186,6 +90,16 @@ def plan(config: RunConfig) -> PlanResult:
     )
 
 
+def frame(config: RunConfig) -> Any:
+    """INPUT tokenized as a lazy `dask.dataframe.DataFrame` in SCHEMA, one partition as `run` would cut it.
+
+    Writes nothing; `output` may be absent. Rejected rows are left out: `run` counts them. Make a Client first to
+    compute on its workers. Raises UsageError as `run` does.
+    """
+    spec, partitions = look_at_input(config)
+    return cluster.lazy_frame(partitions, f"etl-frame-{secrets.token_hex(6)}", spec, config)
+
+
 def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     """Tokenize everything under INPUT that OUTPUT does not hold yet.
 
@@ -197,7 +111,7 @@ def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     seen = survey(config)
     for note in seen.notes:
         watcher.say(note)
-    if not seen.todo and seen.finished:
+    if not seen.todo and seen.finished and not seen.changed:
         books = Books(seen)
         result = books.close()
     else:
@@ -225,13 +139,11 @@ def _hold_and_run(seen: Survey, watcher: Watcher) -> RunResult:
 
 
 def _look_again(seen: Survey) -> Survey:
+    """The survey as it is now that no other run can change it."""
     plan = ledger.read_plan(seen.storage, seen.places)
-    if plan is None:
-        return seen
-    if plan.fingerprint != seen.plan.fingerprint:
-        raise UsageError(f"another run has planned {seen.places.root} with other options; use another OUTPUT")
-    receipts = ledger.read_receipts(seen.storage, seen.places, plan)
-    return dataclasses.replace(seen, receipts=receipts, planned_before=len(plan.partitions))
+    if plan == seen.before:
+        return dataclasses.replace(seen, receipts=ledger.read_receipts(seen.storage, seen.places, seen.plan))
+    return survey(seen.config)
 
 
 def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str) -> None:
@@ -276,9 +188,15 @@ class Books:
 
     def open(self) -> None:
         """Store the plan where it is new or has grown; SUCCESS goes first, for it would no longer be true."""
-        if len(self.seen.plan.partitions) > self.seen.planned_before:
-            self.seen.storage.delete([self.places.success])
-            self.seen.storage.put(self.places.plan, self.seen.plan.encode())
+        seen, plan = self.seen, self.seen.plan
+        if not seen.changed:
+            return
+        seen.storage.delete([self.places.success])
+        # The new plan is safe, with what it discards, before anything is deleted: a run killed here goes on from it.
+        seen.storage.put(self.places.plan, plan.encode())
+        if plan.discards:
+            seen.storage.delete(ledger.files_of(self.places, plan.discards))
+            seen.storage.put(self.places.plan, dataclasses.replace(plan, discards=()).encode())
 
     def enter(self, partition: Partition, receipt: Mapping[str, Any]) -> None:
         """A partition is done."""
@@ -303,7 +221,7 @@ class Books:
         """Judge the run; write SUCCESS if all is done and within the limits."""
         result = self._totals()
         result.exit_code, result.error = self._verdict()
-        if result.exit_code == 0 and not (self.seen.finished and not self.seen.todo):
+        if result.exit_code == 0 and (self.seen.todo or self.seen.changed or not self.seen.finished):
             storage = self.seen.storage
             ledger.number_rejects(storage, self.places, self.seen.plan, self.receipts)
             ledger.write_success(storage, self.places, self.seen.plan, result.as_dict() | {"counts": self._counts()})

@@ -12,7 +12,7 @@ import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 
 from etl.config import RunConfig
 from etl.errors import StorageError, UsageError
-from etl.partitions import Listing
 from etl.pipeline import Outcome
 from etl.records import ObjectRange, Partition, Reject
 from etl.storage import Storage, canonical_url
@@ -79,6 +78,15 @@ class Places:
     def rejects(self, stem: str) -> str:
         """OUTPUT/__etl/rejects/part-….jsonl."""
         return f"{self.ledger}/rejects/{stem}.jsonl"
+
+    @property
+    def report(self) -> str:
+        """OUTPUT/__etl/report.html."""
+        return f"{self.ledger}/report.html"
+
+    def is_passing(self, url: str) -> bool:
+        """Whether a run may have left this beside its plan: the lease, a probe for conditional writes, its log."""
+        return url.startswith((self.lease, f"{self.ledger}/probe-", f"{self.ledger}/runs/"))
 
     def run(self, run_id: str) -> str:
         """OUTPUT/__etl/runs/<UTC>-<id>.json."""
@@ -202,6 +210,7 @@ class Plan:
     """What one output consists of: written before the first part, and only ever appended to.
 
     `largest_id` is the tokenizer's highest id, so that `check` needs no tokenizer; None where the plan has none.
+    `discards`: stems of the plan that this one replaces (`--overwrite`), until what they name is deleted.
     """
 
     fingerprint: str
@@ -210,6 +219,7 @@ class Plan:
     partitions: tuple[Partition, ...]
     passed_over: tuple[str, ...] = ()
     largest_id: int | None = None
+    discards: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """The bytes of plan.json."""
@@ -220,6 +230,7 @@ class Plan:
             "largest_id": self.largest_id,
             "inputs": list(self.inputs),
             "passed_over": list(self.passed_over),
+            **({"discards": list(self.discards)} if self.discards else {}),
             "partitions": [
                 {
                     "index": p.index,
@@ -242,26 +253,25 @@ class Plan:
             )
             version, fingerprint, settings = record["version"], record["fingerprint"], record["settings"]
             inputs, passed_over = tuple(record["inputs"]), tuple(record["passed_over"])
-            largest_id = record.get("largest_id")
+            largest_id, discards = record.get("largest_id"), tuple(record.get("discards", ()))
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{where} is not a plan that etl wrote ({type(error).__name__}); see --overwrite"
             ) from error
         if version != VERSION:
             raise UsageError(f"{where} has version {version}, this etl writes {VERSION}; use the etl that wrote it")
-        return cls(fingerprint, settings, inputs, partitions, passed_over, largest_id)
+        return cls(fingerprint, settings, inputs, partitions, passed_over, largest_id, discards)
 
-    @classmethod
-    def of(
-        cls,
-        listing: Listing,
-        partitions: Sequence[Partition],
-        config: RunConfig,
-        fingerprint: str,
-        settings: Mapping[str, Any],
-    ) -> Plan:
-        """A new plan over a listing."""
-        return cls(fingerprint, settings, config.inputs, tuple(partitions), listing.passed_over)
+
+def files_of(places: Places, stems: Iterable[str]) -> list[str]:
+    """The URLs of part, receipt and rejects of each stem."""
+    return [url(stem) for stem in stems for url in (places.part, places.receipt, places.rejects)]
+
+
+def names_of(places: Places, plan: Plan) -> frozenset[str]:
+    """Every URL that a plan accounts for, whether it is there or not."""
+    stems = (*(p.stem for p in plan.partitions), *plan.discards)
+    return frozenset([places.plan, places.success, places.report, *files_of(places, stems)])
 
 
 def read_plan(storage: Storage, places: Places) -> Plan | None:
@@ -281,9 +291,11 @@ def open_output(
     """The way to an output that etl has written, and its plan. Raises UsageError where there is none."""
     if not output:
         raise UsageError("name an OUTPUT, e.g. s3://bucket/tokens/")
-    options = {"endpoint_url": endpoint_url, "profile": profile, "anon": anon, "storage_option": storage_option or {}}
+    config = RunConfig(
+        input=output, endpoint_url=endpoint_url, profile=profile, anon=anon, storage_option=storage_option or {}
+    )
     try:
-        storage = Storage.from_config(RunConfig(input=output, output=output, **options))
+        storage = Storage.from_config(config)
         places = Places(canonical_url(output))
         storage.check_bucket(places.root)
         plan = read_plan(storage, places)

@@ -6,6 +6,7 @@ parse → render → encode (ids and mask) → judge → table, batch by batch, 
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -35,13 +36,18 @@ Timed: TypeAlias = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What the stages need, built once in each worker."""
+    """What the stages need, built once in each worker.
+
+    `lock` is held by whoever transforms: a template and an encoder serve one partition at a time, also where a
+    cluster's workers have several threads.
+    """
 
     config: RunConfig
     fingerprint: str
     storage: Storage
     template: ChatTemplate
     encoder: Encoder
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, partition: Partition) -> Iterator[Batch]:
         """Begin to fetch the partition's objects; the batches come in order."""

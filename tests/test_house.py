@@ -30,7 +30,7 @@ ORDER = (
     # -> Parquet, and the stages composed for one partition
     "tables", "fingerprint", "pipeline",
     # -> the books of a run, the engine, the run itself
-    "ledger", "contents", "recount", "audit", "summary", "lease", "cluster", "jobs", "inspection",
+    "ledger", "contents", "recount", "audit", "summary", "lease", "surveys", "cluster", "jobs", "inspection",
     # the doors: Python, eyes, command line
     "etl", "viewer", "embedded", "demo", "terminal", "__main__",
 )  # fmt: skip

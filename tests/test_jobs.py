@@ -10,11 +10,13 @@ from typing import Any
 
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
-from distributed import LocalCluster
+from distributed import Client, LocalCluster
 
 from etl import jobs
 from etl.cluster import SETTINGS
+from etl.config import RunConfig
 from etl.errors import UsageError
 from etl.schema import COLUMNS, SCHEMA
 from etl.storage import Storage
@@ -228,7 +230,9 @@ def test_other_options_on_a_used_output_are_named_and_refused(
     assert stored(f"s3://{bucket}/tokens/") == before
 
 
-@pytest.mark.parametrize(("change", "says"), [("replace", "a.jsonl changed"), ("delete", "a.jsonl is gone")])
+@pytest.mark.parametrize(
+    ("change", "says"), [("replace", "another .*a.jsonl .ETag was"), ("delete", "a.jsonl, which is gone")]
+)
 def test_changed_input_is_named_and_refused(s3: Any, bucket: str, run: Any, change: str, says: str) -> None:
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(2)), "b.jsonl": jsonl(small_rows(2))})
     run()
@@ -238,6 +242,67 @@ def test_changed_input_is_named_and_refused(s3: Any, bucket: str, run: Any, chan
         s3.delete_object(Bucket=bucket, Key="completions/a.jsonl")
     with pytest.raises(UsageError, match=says):
         run()
+
+
+def test_overwrite_replaces_what_another_plan_wrote_and_nothing_else(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(3, f"{i}-")) for i in range(3)})
+    run(partition_bytes=600)
+    again = stored(run(overwrite=True, min_loss_tokens=0).output)
+    assert len(again.parts) == 1
+    assert [r["fingerprint"] for r in again.receipts] == [json.loads(again.objects["__etl/plan.json"])["fingerprint"]]
+    assert "discards" not in json.loads(again.objects["__etl/plan.json"])
+    fresh = stored(run(min_loss_tokens=0).output)
+    assert fresh.parts == again.parts
+    assert len(again.table) == 9
+
+
+def test_overwrite_with_the_same_options_goes_on_where_it_was(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    run()
+    assert run(overwrite=True).partitions_done_before == 1
+
+
+def test_overwrite_takes_the_place_of_changed_input(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    run()
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(2, "new"))})
+    assert stored(run(overwrite=True).output).table["id"].to_pylist() == ["new0", "new1"]
+
+
+def test_overwrite_refuses_foreign_objects(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    run()
+    s3.put_object(Bucket=bucket, Key="tokens/mine.parquet", Body=b"x")
+    before = stored(f"s3://{bucket}/tokens/")
+    with pytest.raises(UsageError, match=r"mine\.parquet"):
+        run(overwrite=True, min_loss_tokens=0)
+    assert stored(f"s3://{bucket}/tokens/") == before
+
+
+def test_an_overwrite_killed_before_its_deletions_finishes_them(
+    s3: Any, bucket: str, run: Any, monkeypatch: Any
+) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(3, f"{i}-")) for i in range(3)})
+    run(partition_bytes=600)
+
+    class KilledError(Exception):
+        pass
+
+    delete = Storage.delete
+
+    def killed(storage: Storage, urls: list[str]) -> None:
+        if any(url.endswith(".parquet") for url in urls):
+            raise KilledError
+        delete(storage, urls)
+
+    monkeypatch.setattr(Storage, "delete", killed)
+    with pytest.raises(KilledError):
+        run(overwrite=True, min_loss_tokens=0)
+    monkeypatch.undo()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.meta.endpoint_url)
+    found = stored(run(overwrite=True, min_loss_tokens=0).output)
+    assert len(found.parts) == len(found.receipts) == 1
+    assert len(found.table) == 9
 
 
 def test_a_local_folder_gives_the_same_rows_as_s3(
@@ -294,3 +359,19 @@ def test_no_credential_reaches_the_output(s3: Any, bucket: str, run: Any) -> Non
     objects = stored(run(max_reject_share=1).output).objects
     assert not [name for name, body in objects.items() if b"test-secret-key" in body or b"test-access-key" in body]
     assert Storage().get(f"s3://{bucket}/tokens/__etl/plan.json") is not None
+
+
+def test_a_frame_is_lazy_and_computes_the_rows_of_a_run_in_threads_or_on_a_cluster(
+    s3: Any, bucket: str, run: Any, scheduler: str
+) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(4, f"{i}-")) for i in range(3)})
+    options = config(bucket, partition_bytes=800)
+    lazy = jobs.frame(RunConfig(**{**vars(options), "output": None}))
+    assert lazy.npartitions == 3
+    in_threads = pa.Table.from_pandas(lazy.compute(scheduler="threads"), schema=SCHEMA, preserve_index=False)
+    with Client(scheduler):
+        on_cluster = jobs.frame(options).compute()
+    written = stored(run(partition_bytes=800).output).table
+    assert in_threads.equals(written)
+    assert pa.Table.from_pandas(on_cluster, schema=SCHEMA, preserve_index=False).equals(written)
+    assert list(lazy.dtypes) == [pd.ArrowDtype(field.type) for field in SCHEMA]

@@ -118,7 +118,7 @@ def _farewell(parts: int, seconds: float) -> str:
 output copied to {COPY.resolve()}/ ({parts} parts, __etl/ holds plan, receipts and rejects); all in {seconds:.1f} s
 
 look at it:       {_python()} -c "import pandas as pd; print(pd.read_parquet('{COPY}').iloc[0])"
-your own bucket:  {_python()} -m etl run s3://YOUR-BUCKET/completions/ s3://YOUR-BUCKET/tokens/ --tokenizer Qwen/Qwen3.6-27B
+your own bucket:  {_python()} -m etl run s3://BUCKET/completions/ s3://BUCKET/tokens/ --tokenizer Qwen/Qwen3.6-27B
 look before:      the same with `plan` for `run`"""
 
 

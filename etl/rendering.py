@@ -21,7 +21,7 @@ from etl.pieces import Piece, Pieces, content_text, field_text, function_of, pie
 from etl.records import Conversation, Message, Rendered, Span
 from etl.sandbox import Trace
 from etl.template import THINK_CLOSE, THINK_OPEN, ChatTemplate
-from etl.turns import Form, Turn, intersect, join, make_form, mask, match_form
+from etl.turns import Form, Said, Turn, intersect, join, make_form, mask, match_form
 
 _FORMS_KEPT: Final = 64
 _TELLING: Final = 3  # characters of an id by which a call can be told
@@ -97,8 +97,8 @@ class _Row:
         return self.template.trace(messages, tools, documents, self.arguments).text
 
     @property
-    def forms(self) -> dict[tuple[bool, bool], list[Form]]:
-        """What is known of the text around pieces, by (has reasoning, has an answer)."""
+    def forms(self) -> dict[tuple[bool, bool, int], list[Form]]:
+        """What is known of the text around pieces, by `Said.key`."""
         return self.template.recall("forms", self.arguments, dict)
 
     @property
@@ -209,42 +209,51 @@ def _turns_by_form(row: _Row) -> dict[int, Turn] | None:
     return turns
 
 
-def _turn_by_form(row: _Row, k: int, interval: Span, forms: Mapping[tuple[bool, bool], Sequence[Form]]) -> Turn | None:
-    message = row.messages[k]
-    if message.get("tool_calls"):
-        return None
-    reasoning, answer = _cores(row, k, message)
-    if _begins_with_tag(reasoning) or _begins_with_tag(answer):
-        return None  # it may make an empty block, alone or with the template's own tag
-    for form in forms.get((bool(reasoning), bool(answer)), ()):
-        turn = match_form(form, row.trace.text, interval, reasoning, answer)
+def _turn_by_form(
+    row: _Row, k: int, interval: Span, forms: Mapping[tuple[bool, bool, int], Sequence[Form]]
+) -> Turn | None:
+    said = _said(row, k)
+    if said is None or _begins_with_tag(said.reasoning) or _begins_with_tag(said.answer):
+        return None  # a tag may make an empty block, alone or with the template's own
+    for form in forms.get(said.key, ()):
+        turn = match_form(form, row.trace.text, interval, said)
         if turn is not None:
             return turn
     return None
 
 
-def _cores(row: _Row, k: int, message: Message) -> tuple[str, str]:
-    """The texts of the pieces; the plainest message, which most are, takes a short cut."""
+def _said(row: _Row, k: int) -> Said | None:
+    """What message k says; the plainest message, which most are, takes a short cut. None where forms do not serve."""
+    message = row.messages[k]
     content, reasoning = message.get("content"), message.get(row.template.reasoning_field or "")
+    calls: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    if message.get("tool_calls"):
+        functions = [function_of(call) for call in message["tool_calls"]]
+        if not all(isinstance(function.get("name"), str) and function["name"] for function in functions):
+            return None
+        calls = tuple((str(f["name"]), tuple(strings_in(f.get("arguments")))) for f in functions)
     if type(content) is str and type(reasoning) is str:
-        return reasoning.strip(), content.strip()
+        return Said(reasoning.strip(), content.strip(), calls)
     pieces = row.pieces(k)
-    return (
-        piece_text(message, pieces.reasoning) if pieces.reasoning else "",
-        piece_text(message, pieces.answer) if pieces.answer else "",
-    )
+    reasoning = piece_text(message, pieces.reasoning) if pieces.reasoning else ""
+    return Said(reasoning, piece_text(message, pieces.answer) if pieces.answer else "", calls)
 
 
 def _begins_with_tag(text: str) -> bool:
     return text[:1] in _BRACKETS and bool(THINK_OPEN.match(text) or THINK_CLOSE.match(text))
 
 
-def _remember(row: _Row, turn: Turn, pieces: Pieces, reasoning: Span | None, answer: Span | None) -> None:
-    form = None if pieces.calls else make_form(turn, row.trace.text, reasoning, answer)
-    if form is None:
+def _remember(row: _Row, k: int, turn: Turn, pieces: Pieces, marked: Marked) -> None:
+    said = _said(row, k)
+    reasoning, answer = (marked.find(k, name, turn.intervals) for name in ("reasoning", "answer"))
+    names = [marked.find(k, f"name {i}", turn.intervals) for i in range(pieces.calls)]
+    whole = [marked.find_call(k, i, turn.intervals) for i in range(pieces.calls)]
+    calls = [(name[0], call[1]) for name, call in zip(names, whole, strict=True) if name and call]
+    if said is None or len(calls) < pieces.calls or calls != sorted(calls):
         return
-    known = row.forms.setdefault((pieces.reasoning is not None, pieces.answer is not None), [])
-    if form not in known and len(known) < _FORMS_KEPT:
+    form = make_form(turn, row.trace.text, reasoning, answer, calls)
+    known = row.forms.setdefault(said.key, [])
+    if form is not None and form not in known and len(known) < _FORMS_KEPT:
         known.append(form)
 
 
@@ -264,10 +273,10 @@ def _render_carefully(row: _Row, *, typed: bool) -> Rendered:
     turns: dict[int, Turn] = {}
     cuts: dict[int, int] = {}
     for k in row.trained:
-        turn, reasoning, answer = _read_turn(row, k, pieces[k], marked)
+        turn = _read_turn(row, k, pieces[k], marked)
         turns[k] = turn = replace(turn, foreign=tuple(intersect(turn.intervals, others)))
         if k not in row.cut:
-            _remember(row, turn, pieces[k], reasoning, answer)
+            _remember(row, k, turn, pieces[k], marked)
         elif row.config.truncated_completions == "mask-end" and not turn.dropped:
             cuts[k] = _find_cut(row, k, pieces[k], turn, marked)
     if row.cut:
@@ -275,13 +284,13 @@ def _render_carefully(row: _Row, *, typed: bool) -> Rendered:
     return _finish(row, turns, cuts, literal, counts)
 
 
-def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> tuple[Turn, Span | None, Span | None]:
-    """The turn of message k, and where its reasoning and its answer lie. Raises RowError `mask`."""
+def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> Turn:
+    """Where things lie in the turn of message k. Raises RowError `mask`."""
     intervals = _find_intervals(row, k, pieces, marked)
     if not intervals:
-        return Turn(((0, 0),), 0, dropped=True), None, None
+        return Turn(((0, 0),), 0, dropped=True)
     spoken = {name: marked.find(k, name, intervals) for name in pieces.spoken}
-    reasoning, answer = spoken.get("reasoning"), spoken.get("answer")
+    reasoning = spoken.get("reasoning")
     calls = [_find_call(row, k, i, marked, intervals) for i in range(pieces.calls)]
     present = sorted(span for span in (*spoken.values(), *calls) if span)
     header_end = _find_header(row, intervals, present)
@@ -301,7 +310,7 @@ def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> tuple[Turn,
         turn = _with_thought(row, turn, reasoning, min([limit, *(s for s, _ in present if s >= reasoning[1])]))
     if pieces.calls:
         turn = replace(turn, calls=_bound_calls(row, turn, spoken, [span for span in calls if span]))
-    return turn, reasoning, answer
+    return turn
 
 
 def _is_shortened(row: _Row, k: int, pieces: Pieces, found: Mapping[str, Span | None]) -> bool:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from etl.config import RunConfig
 from etl.records import Span
 
 Anchor: TypeAlias = tuple[int, int]
-"""A place in a form: 0 the turn's start, 1 the reasoning's end, 2 the answer's end, and the offset from there."""
+"""A place in a form: the offset from 0 the turn's start, 1 the thought's end, 2 the answer's end, 3 the calls' end."""
+
+_TELLING: Final = 4  # characters before a call's name by which a call can be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,11 @@ def join(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The literal text before, between and after a turn's pieces, and where things lie in it.
+    """The literal text around a turn's pieces, and where things lie in it.
 
-    `reasoning`, `answer`: whether the piece is in the text. `places`: those of `Turn`, in the order of `_to_places`.
+    `before` the first piece, `between` reasoning and answer, `after` all; `reasoning`, `answer`: whether the piece is
+    in the text. `head`: what stands before the name of the first tool call; None without calls. `lead`: what stands
+    before the name of each further one. `places`: those of `Turn`, in the order of `_to_places`.
     """
 
     before: str
@@ -106,59 +110,110 @@ class Form:
     answer: bool
     places: tuple[Anchor | None, ...]
     dropped: bool
+    head: str | None = None
+    lead: str = ""
 
 
-def match_form(form: Form, text: str, interval: Span, reasoning: str, answer: str) -> Turn | None:
-    """The turn at `interval` read by a form; None where it differs in a single character."""
+class Said(NamedTuple):
+    """What a turn must hold to equal a form: its pieces' texts, and of each call the name and the texts in it."""
+
+    reasoning: str
+    answer: str
+    calls: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def key(self) -> tuple[bool, bool, int]:
+        """Forms are kept by what is there; two calls stand for any greater number."""
+        return bool(self.reasoning), bool(self.answer), min(len(self.calls), 2)
+
+
+def match_form(form: Form, text: str, interval: Span, said: Said) -> Turn | None:
+    """The turn at `interval` read by a form; None where it differs."""
     start, end = interval
     if not text.startswith(form.before, start):
         return None
     at = start + len(form.before)
     if form.reasoning:
-        if not text.startswith(reasoning, at):
+        if not text.startswith(said.reasoning, at):
             return None
-        at += len(reasoning)
+        at += len(said.reasoning)
     if not text.startswith(form.between, at):
         return None
     thought_end = at
     at += len(form.between)
     if form.answer:
-        if not text.startswith(answer, at):
+        if not text.startswith(said.answer, at):
             return None
-        at += len(answer)
-    if at + len(form.after) != end or not text.startswith(form.after, at):
+        at += len(said.answer)
+    limit = end - len(form.after)
+    reached = at if form.head is None else _match_calls(form, form.head, text, at, limit, said.calls)
+    if not text.startswith(form.after, limit) or (reached != limit if form.head is None else not 0 <= reached <= limit):
         return None
-    anchors = (start, thought_end, at)
+    anchors = (start, thought_end, at, limit)
     return _from_places(interval, [p and anchors[p[0]] + p[1] for p in form.places], dropped=form.dropped)
 
 
-def make_form(turn: Turn, text: str, reasoning: Span | None, answer: Span | None) -> Form | None:
-    """The form of a turn whose text is one stretch; None where forms do not fit it."""
-    if len(turn.intervals) != 1 or turn.calls or turn.foreign or (reasoning and answer and reasoning[1] > answer[0]):
+def _match_calls(
+    form: Form, head: str, text: str, at: int, limit: int, calls: Sequence[tuple[str, tuple[str, ...]]]
+) -> int:
+    """Behind the last text of the last call, all found one behind the other; -1 where one is missing."""
+    for i, (name, texts) in enumerate(calls):
+        opened = f"{form.lead}{name}" if i else f"{head}{name}"
+        found = text.find(opened, at, limit) if i else at
+        if found < 0 or not text.startswith(opened, found):
+            return -1
+        at = found + len(opened)
+        for shown in texts:
+            found = text.find(shown, at, limit)
+            if found < 0:
+                return -1
+            at = found + len(shown)
+    return at
+
+
+def make_form(turn: Turn, text: str, reasoning: Span | None, answer: Span | None, calls: Sequence[Span]) -> Form | None:
+    """The form of a turn whose text is one stretch; None where forms do not fit it.
+
+    `calls`: from the name of each tool call to the last text found in it.
+    """
+    if len(turn.intervals) != 1 or turn.foreign or (reasoning and answer and reasoning[1] > answer[0]):
         return None
     start, end = turn.intervals[0]
-    first = reasoning or answer or (end, end)
-    thought_end = reasoning[1] if reasoning else first[0]
+    first = reasoning or answer
+    begins = first[0] if first else start if turn.calls else end
+    thought_end = reasoning[1] if reasoning else begins
     begun, ended = answer or (thought_end, thought_end)
-    places: list[Anchor | None] = []
-    for place in _to_places(turn):
-        if place is None:
-            places.append(None)
-        elif answer and place >= ended:
-            places.append((2, place - ended))
-        elif reasoning and place >= thought_end:
-            places.append((1, place - thought_end))
-        else:
-            places.append((0, place - start))
+    limit = turn.calls[1] if turn.calls else ended
+    head, lead = (text[ended : calls[0][0]], _lead(text, ended, calls)) if turn.calls else (None, "")
+    if turn.calls and (calls[0][0] < ended or max(e for _, e in calls) > limit or (len(calls) > 1 and not lead)):
+        return None
+    anchors = (start, thought_end if reasoning else None, ended if answer else None, limit if turn.calls else None)
     return Form(
-        text[start : first[0]],
+        text[start:begins],
         text[thought_end:begun],
-        text[ended:end],
+        text[limit:end],
         reasoning is not None,
         answer is not None,
-        tuple(places),
+        tuple(place if place is None else _anchored(place, anchors) for place in _to_places(turn)),
         turn.dropped,
+        head,
+        lead,
     )
+
+
+def _anchored(place: int, anchors: Sequence[int | None]) -> Anchor:
+    """The place from the nearest anchor before it."""
+    number, at = max((i, at) for i, at in enumerate(anchors) if at is not None and at <= place)
+    return number, place - at
+
+
+def _lead(text: str, ended: int, calls: Sequence[Span]) -> str:
+    """What stands before each name alike; '' where that is too little to tell a call by."""
+    gaps = [text[low:high] for low, high in zip((ended, *(e for _, e in calls)), (s for s, _ in calls), strict=False)]
+    size = min(map(len, gaps))
+    while size and any(not gap.endswith(gaps[0][len(gaps[0]) - size :]) for gap in gaps):
+        size -= 1
+    return gaps[0][len(gaps[0]) - size :] if size >= _TELLING else ""
 
 
 def _to_places(turn: Turn) -> list[int | None]:
@@ -168,19 +223,20 @@ def _to_places(turn: Turn) -> list[int | None]:
         turn.thought_end,
         *(turn.opener or nothing),
         *(turn.empty or nothing),
+        *(turn.calls or nothing),
         *(turn.end or nothing),
     ]
 
 
 def _from_places(interval: Span, places: Sequence[int | None], *, dropped: bool) -> Turn:
-    header_end, thought_end, opener, opened, empty, emptied, end, ended = places
+    header_end, thought_end, opener, opened, empty, emptied, call, called, end, ended = places
     return Turn(
         (interval,),
         header_end or 0,
         None if opener is None or opened is None else (opener, opened),
         thought_end,
         None if empty is None or emptied is None else (empty, emptied),
-        None,
+        None if call is None or called is None else (call, called),
         None if end is None or ended is None else (end, ended),
         dropped,
     )

@@ -392,7 +392,7 @@ def test_the_prompts_part_of_the_last_turn_is_left_out_of_the_drift(qwen: ChatTe
 
 
 def test_private_use_characters_in_a_row_do_not_disturb(qwen: ChatTemplate) -> None:
-    text = "a\U00100001b\U0010fffdc"
+    text = "a\ue001b\U00100001c"
     assert turn_of(show(qwen, [USER, say(text, "why")])) == f"[[<think>\nwhy\n</think>\n\n{text}<|im_end|>]]\n"
     with pytest.raises(RowError) as error:
         show(make_template("{% for m in messages %}{{ m.content }}</s>{% endfor %}"), [USER, say(text + "\U000f0001")])
@@ -451,6 +451,8 @@ def warmed(material: Path) -> dict[str, tuple[ChatTemplate, ChatTemplate]]:
 def test_a_known_form_saves_the_second_render(qwen: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [SYSTEM, USER, say("a"), USER, say("ok", "why")]
     show(qwen, messages)
+    show(qwen, [USER, say("a", "b", tool_calls=[call()]), result("r"), say("c", "d")])
+    show(qwen, [USER, say("", "b", tool_calls=[call(), call("g", {"n": 3})])])
     renders = []
     trace = ChatTemplate.trace
 
@@ -461,6 +463,10 @@ def test_a_known_form_saves_the_second_render(qwen: ChatTemplate, monkeypatch: p
     monkeypatch.setattr(ChatTemplate, "trace", count)
     show(qwen, [SYSTEM, USER, say("b"), USER, say("longer", "because")])
     assert len(renders) == 1
+    show(qwen, [USER, say("let", "e", tool_calls=[call("look_up", {"k": "v\nw", "n": 1})]), result("s"), say("h", "f")])
+    assert len(renders) == 2
+    show(qwen, [USER, say("", "e", tool_calls=[call("x"), call("y", {}), call("z", {"k": ["v", 1]})])])
+    assert len(renders) == 3
 
 
 def test_settled_messages_are_what_is_rendered(material: Path) -> None:

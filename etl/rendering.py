@@ -213,8 +213,8 @@ def _turn_by_form(
     row: _Row, k: int, interval: Span, forms: Mapping[tuple[bool, bool, int], Sequence[Form]]
 ) -> Turn | None:
     said = _said(row, k)
-    if said is None or _begins_with_tag(said.reasoning) or _begins_with_tag(said.answer):
-        return None  # a tag may make an empty block, alone or with the template's own
+    if said is None:
+        return None
     for form in forms.get(said.key, ()):
         turn = match_form(form, row.trace.text, interval, said)
         if turn is not None:
@@ -223,7 +223,11 @@ def _turn_by_form(
 
 
 def _said(row: _Row, k: int) -> Said | None:
-    """What message k says; the plainest message, which most are, takes a short cut. None where forms do not serve."""
+    """What message k says, in a form's words; the plainest message, which most are, takes a short cut.
+
+    None where forms do not serve: a call without a name, and pieces that begin with a tag, which may make an empty
+    block, alone or with the template's own tag.
+    """
     message = row.messages[k]
     content, reasoning = message.get("content"), message.get(row.template.reasoning_field or "")
     calls: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -233,10 +237,12 @@ def _said(row: _Row, k: int) -> Said | None:
             return None
         calls = tuple((str(f["name"]), tuple(strings_in(f.get("arguments")))) for f in functions)
     if type(content) is str and type(reasoning) is str:
-        return Said(reasoning.strip(), content.strip(), calls)
-    pieces = row.pieces(k)
-    reasoning = piece_text(message, pieces.reasoning) if pieces.reasoning else ""
-    return Said(reasoning, piece_text(message, pieces.answer) if pieces.answer else "", calls)
+        reasoning, answer = reasoning.strip(), content.strip()
+    else:
+        pieces = row.pieces(k)
+        reasoning = piece_text(message, pieces.reasoning) if pieces.reasoning else ""
+        answer = piece_text(message, pieces.answer) if pieces.answer else ""
+    return None if _begins_with_tag(reasoning) or _begins_with_tag(answer) else Said(reasoning, answer, calls)
 
 
 def _begins_with_tag(text: str) -> bool:

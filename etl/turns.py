@@ -183,7 +183,7 @@ def make_form(turn: Turn, text: str, reasoning: Span | None, answer: Span | None
     begins = first[0] if first else start if turn.calls else end
     thought_end = reasoning[1] if reasoning else begins
     begun, ended = answer or (thought_end, thought_end)
-    limit = turn.calls[1] if turn.calls else ended
+    limit = min(turn.calls[1], turn.end[0] if turn.end else turn.calls[1]) if turn.calls else ended
     head, lead = (text[ended : calls[0][0]], _lead(text, ended, calls)) if turn.calls else (None, "")
     if turn.calls and (calls[0][0] < ended or max(e for _, e in calls) > limit or (len(calls) > 1 and not lead)):
         return None

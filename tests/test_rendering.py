@@ -448,6 +448,20 @@ def warmed(material: Path) -> dict[str, tuple[ChatTemplate, ChatTemplate]]:
     return pairs
 
 
+def test_a_form_is_not_learned_from_a_piece_that_begins_with_a_tag(material: Path) -> None:
+    template = load_template(material, "qwen3_6")
+    show(template, [USER, say("x", "</think> y", tool_calls=[call()])])
+    shown = show(template, [USER, say("x", "y", tool_calls=[call()])])
+    assert turn_of(shown).startswith("[[<think>\ny\n</think>\n\nx\n\n<tool_call>")
+
+
+def test_a_closing_tag_that_ends_a_turn_is_found_behind_calls_of_any_length(material: Path) -> None:
+    template = load_template(material, "glm4moe")
+    for city in ("Paris", "Llanfairpwllgwyngyll"):
+        shown = show(template, [USER, say("", tool_calls=[call("f", {"city": city})])], no_train_end=True)
+        assert shown.endswith(f"<arg_value>{city}</arg_value>\n]]</tool_call>")
+
+
 def test_a_known_form_saves_the_second_render(qwen: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [SYSTEM, USER, say("a"), USER, say("ok", "why")]
     show(qwen, messages)

@@ -394,7 +394,9 @@ print(*sys.modules)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("unit", ["a", "_", " ", "^", "\n", "的", "1", "\u0301\u0316", "e\u0301", "Qk9C+/", "<|im_end|>"])
+@pytest.mark.parametrize(
+    "unit", ["a", "_", " ", "^", "\n", "的", "1", "\u0301\u0316", "e\u0301", "Qk9C+/", "<|im_end|>"]
+)
 def test_an_unbroken_run_of_a_million_characters_is_encoded_in_seconds(encoder: Encoder, unit: str) -> None:
     text = unit * (1_000_000 // len(unit))
     item = Rendered(text, ((0, len(text)),))

@@ -17,10 +17,12 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from etl.config import RunConfig
+from etl.encoding import Encoder
 from etl.errors import UsageError
-from etl.records import TokenizerSpec
+from etl.records import Rendered, TokenizerSpec
 from etl.tokenizer import load_named, load_tokenizer
 from tests.hub import Files, Hub, Repository, start_hub
+from tests.texts import HOSTILE, hostile_texts
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
 
@@ -226,3 +228,17 @@ def test_a_hub_that_never_answers_is_one_line_within_ten_seconds(tmp_path: Path)
         (found,) = ask(tmp_path, [("org/tiny", None)], HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert "cannot be reached" in found["error"]
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3", "llama3_1", "gemma3", "deepseek_v3", "gptoss"])
+def test_our_ids_are_those_of_transformers(material: Path, family: str) -> None:
+    import transformers
+
+    folder = material / "tokenizers" / family
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = [*HOSTILE, *hostile_texts(300, seed=21)]
+    encoded = Encoder(load_named(str(folder))).encode([Rendered(text, ()) for text in texts])
+    for i, text in enumerate(texts):
+        ours = encoded.ids[encoded.splits[i] : encoded.splits[i + 1]].tolist()
+        assert ours == tokenizer(text, add_special_tokens=False)["input_ids"]

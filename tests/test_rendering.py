@@ -407,11 +407,23 @@ _TEXT = st.one_of(
     ),
     st.text(alphabet="ab<>/\n |think_im.end", max_size=12),
 )
+_ARGUMENTS = st.sampled_from(
+    [
+        {},
+        {"city": "Málaga"},
+        {"n": 3},
+        {"a": "x", "b": ["y", {"c": "z\n"}]},
+        {"s": '"quoted"'},
+        {"s": "<function=f>"},
+        "{broken",
+    ]
+)
+_CALLS = st.lists(st.builds(call, st.sampled_from(["f", "g", "look_up"]), _ARGUMENTS), max_size=3)
 _ASSISTANT = st.builds(
-    lambda content, reasoning, calls: say(content, reasoning, **({"tool_calls": [call()] * calls} if calls else {})),
+    lambda content, reasoning, calls: say(content, reasoning, **({"tool_calls": calls} if calls else {})),
     _TEXT,
     st.none() | _TEXT,
-    st.sampled_from([0, 0, 0, 1, 2]),
+    st.just([]) | _CALLS,
 )
 MESSAGES = st.lists(st.builds(ask, _TEXT) | _ASSISTANT | st.just(result("res")), max_size=4).map(lambda m: [USER, *m])
 _WARM = [

@@ -186,10 +186,15 @@ class Audit:
 
     def _strangers(self) -> Iterator[Fault]:
         stems = {partition.stem for partition in self.plan.partitions}
+        replaced = set(self.plan.discards)
         root = len(self.places.root) + 1
         for url in self.output.held:
             name = url[root:]
-            if not (OURS.fullmatch(name) or name.endswith("/") or _stem(name) in stems):
+            if OURS.fullmatch(name) or name.endswith("/") or (stem := _stem(name)) in stems:
+                continue
+            if stem in replaced:
+                yield Fault("foreign", url, "of the plan that this one replaces (--overwrite); etl run deletes it")
+            else:
                 yield self._stranger(url)
 
     def _stranger(self, url: str) -> Fault:

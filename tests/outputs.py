@@ -18,6 +18,7 @@ from etl.cluster import StageClock
 from etl.config import RunConfig
 from etl.ledger import encode_json
 from etl.pipeline import build_kit, transform
+from etl.surveys import survey
 from etl.tables import serialize
 from tests.jobs import QWEN36, chat, jsonl, small_rows
 
@@ -38,7 +39,7 @@ def make_output(folder: Path, objects: Mapping[str, bytes], *, partitions: int |
         "max_reject_share": 1,
         "verify_share": 1,
     } | options
-    seen = jobs.survey(RunConfig(input=str(source), output=str(output), **settings))
+    seen = survey(RunConfig(input=str(source), output=str(output), **settings))
     kit, books = build_kit(seen.spec, seen.config), jobs.Books(seen)
     books.open()
     for partition in seen.todo[:partitions]:

@@ -162,6 +162,13 @@ def test_a_part_of_another_plan_with_its_receipt_is_foreign(hands: Hands) -> Non
     assert [kind for kind, _ in found(hands)] == ["foreign", "foreign"]
 
 
+def test_what_an_overwrite_has_not_deleted_yet_is_foreign_and_said_to_go(hands: Hands) -> None:
+    shutil.copy(hands.part(2), hands.output / "part-0000002-bbbbbbbbbbbb.parquet")
+    change_plan(hands, lambda plan: plan.update(discards=["part-0000002-bbbbbbbbbbbb"]))
+    assert found(hands) == [("foreign", "part-0000002-bbbbbbbbbbbb.parquet")]
+    assert "etl run deletes it" in details(hands)
+
+
 def test_what_etl_leaves_beside_the_parts_is_not_foreign(hands: Hands) -> None:
     for name in ("lease.json", "report.html", "probe-" + "0" * 32):
         (hands.output / "__etl" / name).write_bytes(b"{}")

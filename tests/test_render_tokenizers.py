@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,12 @@ def _load(material: Path, family: str, template: str | None = None) -> tuple[Cha
 
 
 def test_the_newline_behind_gemmas_end_token_is_not_trained_though_it_is_an_added_token(material: Path) -> None:
-    template, _, _ = _load(material, "gemma3")
+    folder = material / "tokenizers" / "gemma3"
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    backend = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    spec = TokenizerSpec("gemma3", None, backend, settings["chat_template"], special, "")
+    template = ChatTemplate.from_spec(spec, RunConfig(input="x"))
     assert template.ending == "<end_of_turn>"
     assert show(template, [SYSTEM, USER, say("ok")]).endswith("<start_of_turn>model\n[[ok<end_of_turn>]]\n")
 

@@ -150,7 +150,8 @@ class Reference:
         places = np.fromiter(vocabulary.values(), np.int64, count)
         lengths[places] = np.fromiter(map(width, vocabulary), np.int32, count)
         for i, token in self._added.items():
-            lengths[i] = len(token.content.encode())
+            # Gemma's runs of blanks are added tokens and words alike: as words they stand for blanks.
+            lengths[i] = len(token.content.encode()) if width is len else _marked_width(token.content)
         return lengths
 
     def awkward_texts(self) -> list[str]:

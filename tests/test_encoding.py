@@ -182,6 +182,9 @@ def test_the_families_ids_and_masks_equal_the_independent_ones(material: Path, f
     spec = family_spec(material / "tokenizers" / family)
     found = Encoder(spec)
     assert (found.engine_name, found.why) == ("gigatoken", None)
+    ordinary = "def f(x):\n    return  x  # naïve 日本 👍\n\n\n\t<b>It's 42</b>      \n"
+    assert found._lengths is not None
+    assert found._lengths[found.encode([Rendered(ordinary, ())]).ids].sum() == len(ordinary.encode())
     rows = scattered([*HOSTILE, *hostile_texts(300, seed=5)], seed=6)
     assert disagreements(found, load_plain(spec.backend_json), rows) == []
 

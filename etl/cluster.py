@@ -10,11 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pickle
 import socket
+import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any, Final
 
 import dask
@@ -22,7 +27,16 @@ import dask.dataframe as dd
 import pandas as pd
 import pyarrow as pa
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
-from distributed import Client, LocalCluster, WorkerPlugin, as_completed, default_client, get_worker, performance_report
+from distributed import (
+    Client,
+    LocalCluster,
+    WorkerPlugin,
+    as_completed,
+    default_client,
+    get_worker,
+    performance_report,
+    secede,
+)
 from distributed.metrics import context_meter
 from distributed.security import Security
 from distributed.system import MEMORY_LIMIT
@@ -32,7 +46,7 @@ from etl import ledger
 from etl.config import RunConfig
 from etl.errors import EtlError, UsageError
 from etl.lines import Batch
-from etl.pipeline import Kit, Outcome, build_kit, transform
+from etl.pipeline import Kit, Outcome, PackedKit, transform
 from etl.records import Partition, TokenizerSpec
 from etl.schema import empty_frame, output_schema
 
@@ -65,9 +79,13 @@ SETTINGS: Final = {
     "distributed.nanny.pre-spawn-environ": NATIVE_THREADS,
 }
 
+_WRITING: Final = threading.BoundedSemaphore(2)
+"""Partitions that a worker may be writing while it works on the next one: a slow store must not pile them up."""
+
 LOOPBACK: Final = "127.0.0.1:0"
 
-PRELOAD: Final = ("etl.pipeline", "dask.dataframe", "distributed.nanny", "distributed.worker", "s3fs")
+PRELOAD: Final = ("etl.cluster", "distributed.nanny", "distributed.worker", "bokeh", "etl.preload")
+"""What the forkserver imports before it forks a worker; the last loads the tokenizer."""
 
 
 # --- inside a worker ---------------------------------------------------------------------------------------------
@@ -78,17 +96,17 @@ class KitPlugin(WorkerPlugin):
 
     idempotent = True
 
-    def __init__(self, name: str, spec: TokenizerSpec, config: RunConfig) -> None:
-        self.name = name
-        self.spec = spec
-        self.config = config
+    def __init__(self, packed: PackedKit) -> None:
+        self.name = packed.name
+        self._packed: PackedKit | None = packed
         self.kit: Kit | None = None
 
     def setup(self, worker: object) -> None:
         """Build the kit, with one native thread a worker."""
         del worker
         pa.set_cpu_count(1)
-        self.kit = build_kit(self.spec, self.config)
+        if self._packed is not None:
+            self.kit, self._packed = self._packed.build(), None
 
 
 class StageClock:
@@ -214,23 +232,29 @@ class PartEngine(ArrowDatasetEngine):
         """Rows in SCHEMA with a `Carried` in `attrs` -> the receipt, which is stored as well."""
         carried: Carried = df.attrs.pop("etl")  # pyarrow would try to store it in the file
         source, clock = carried.source, carried.clock
-        table = pa.Table.from_pandas(df, schema=output_schema(source.kit.config.keep_fields), preserve_index=False)
-        return ledger.write_partition(source.kit.storage, source.task, carried.outcome, table, clock)
+        with _WRITING:
+            # The worker's one slot goes to the next partition, whose first bytes come while this one is compressed,
+            # and which is worked on while this one's two or three requests are answered one after the other.
+            secede()
+            table = pa.Table.from_pandas(df, schema=output_schema(source.kit.config.keep_fields), preserve_index=False)
+            return ledger.write_partition(source.kit.storage, source.task, carried.outcome, table, clock)
 
 
 # --- on the client -----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def connect(config: RunConfig) -> Iterator[Client]:
+def connect(config: RunConfig, packed: PackedKit) -> Iterator[Client]:
     """A client of the cluster that `config` names: `--scheduler`, or a LocalCluster of `--workers` processes.
 
-    Raises UsageError where no cluster can be had.
+    The processes of a LocalCluster are forked from one that has built the kit already. Raises UsageError where no
+    cluster can be had.
     """
     with dask.config.set(SETTINGS), contextlib.ExitStack() as stack:
         if config.scheduler is not None:
             client = stack.enter_context(_remote_client(config.scheduler))
         else:
+            stack.enter_context(_warm_forkserver(packed))
             cluster = stack.enter_context(_local_cluster(config))
             client = stack.enter_context(Client(cluster, timeout=120))
         if config.profile_report is not None:
@@ -245,8 +269,25 @@ def _remote_client(url: str) -> Client:
         raise UsageError(f"--scheduler {url}: no Dask scheduler answers there ({type(error).__name__})") from error
 
 
-def _local_cluster(config: RunConfig) -> LocalCluster:
+@contextlib.contextmanager
+def _warm_forkserver(packed: PackedKit) -> Iterator[None]:
+    """Have the process that workers are forked from build the kit first.
+
+    There is one such process a client: where an earlier run has started it, it holds that run's kit.
+    """
     get_mp_context().set_forkserver_preload(list(PRELOAD))
+    with tempfile.TemporaryDirectory(prefix="etl-") as folder:
+        path = Path(folder) / "warm.pickle"
+        path.write_bytes(pickle.dumps(packed))
+        os.environ["ETL_WARM"] = str(path)
+        try:
+            forkserver.ensure_running()
+            yield
+        finally:
+            del os.environ["ETL_WARM"]
+
+
+def _local_cluster(config: RunConfig) -> LocalCluster:
     workers = worker_count(config)
     return LocalCluster(
         n_workers=workers,
@@ -256,7 +297,6 @@ def _local_cluster(config: RunConfig) -> LocalCluster:
         # Without a dashboard the scheduler still serves its health page: on loopback, where no port can be taken.
         dashboard_address=LOOPBACK if config.no_dashboard else _free_address(config.dashboard_address),
         scheduler_kwargs={"dashboard": not config.no_dashboard},
-        worker_dashboard_address=LOOPBACK,
         memory_limit=memory_limit(config, workers),
         security=Security.temporary() if config.tls else None,
         silence_logs=50,
@@ -293,9 +333,9 @@ def _free_address(address: str) -> str:
     return f"{host}:{port}"
 
 
-def ship(client: Client, name: str, spec: TokenizerSpec, config: RunConfig) -> None:
-    """Send the kit `name` once to every worker, those that join later included. Raises EtlError if one fails."""
-    client.register_plugin(KitPlugin(name, spec, config))
+def ship(client: Client, packed: PackedKit) -> None:
+    """Send the kit once to every worker, those that join later included. Raises what building it raises there."""
+    client.register_plugin(KitPlugin(packed))
 
 
 def write_expression(partitions: Sequence[Partition], kit_name: str, config: RunConfig) -> Any:
@@ -320,11 +360,14 @@ def _rows(
     return opened.map_partitions(stage, meta=empty_frame(output_schema(config.keep_fields)), enforce_metadata=False)
 
 
-def lazy_frame(partitions: Sequence[Partition], kit_name: str, spec: TokenizerSpec, config: RunConfig) -> dd.DataFrame:
+def lazy_frame(
+    partitions: Sequence[Partition], kit_name: str, spec: TokenizerSpec, config: RunConfig
+) -> dd.DataFrame:
     """The rows as a lazy Dask DataFrame in SCHEMA; works with the current Client, and without one in threads."""
-    _HERE[kit_name] = functools.cache(functools.partial(build_kit, spec, config))
+    packed = PackedKit.pack(kit_name, spec, config)
+    _HERE[kit_name] = functools.cache(packed.build)
     with contextlib.suppress(ValueError):  # there is no Client
-        ship(default_client(), kit_name, spec, config)
+        ship(default_client(), packed)
     with dask.config.set({"dataframe.convert-string": False}):
         return _rows(partitions, kit_name, config, tokenize_alone)
 
@@ -348,7 +391,7 @@ def run_partitions(
     owner: dict[Any, Partition] = {}
     done = as_completed(with_results=False)
     workers = max(2, len(client.scheduler_info(n_workers=-1)["workers"]))
-    window = 3 * workers
+    window = 4 * workers  # for each one that computes, one that waits in the worker, and two that are being written
 
     def submit(count: int) -> None:
         chunk = list(islice(waiting, count))

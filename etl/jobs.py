@@ -16,6 +16,7 @@ from etl.config import RunConfig
 from etl.errors import LeaseLost
 from etl.lease import Lease, hold
 from etl.ledger import Places
+from etl.pipeline import PackedKit
 from etl.records import Partition
 from etl.surveys import Survey, look_at_input, survey
 from etl.watcher import Watcher
@@ -151,12 +152,12 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str) -
     watcher.start(len(seen.plan.partitions), len(seen.receipts))
     if not seen.todo:
         return
-    kit_name = f"etl-{seen.plan.fingerprint[:12]}-{run_id}"
-    with cluster.connect(config) as client:
+    kit = PackedKit.pack(f"etl-{seen.plan.fingerprint[:12]}-{run_id}", seen.spec, config)
+    with cluster.connect(config, kit) as client:
         books.dashboard = None if config.no_dashboard else client.dashboard_link
         watcher.say(f"dashboard: {books.dashboard or 'off'}")
-        cluster.ship(client, kit_name, seen.spec, config)
-        for partition, receipt in cluster.run_partitions(client, seen.todo, kit_name, config):
+        cluster.ship(client, kit)
+        for partition, receipt in cluster.run_partitions(client, seen.todo, kit.name, config):
             lease.check()
             if isinstance(receipt, Exception):
                 books.fail(partition, receipt)

@@ -6,12 +6,14 @@ parse → render → encode (ids and mask) → judge → table, batch by batch, 
 from __future__ import annotations
 
 import functools
+import pickle
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -78,8 +80,35 @@ class _Loaded:
 
 @functools.lru_cache(maxsize=1)
 def _encoder(loaded: _Loaded, engine: str, verify_share: float) -> Encoder:
-    # A worker that serves run after run of one tokenizer, as in a notebook, loads it once.
+    # A process that serves run after run of one tokenizer, as in a notebook, loads it once.
     return Encoder(loaded.spec, engine, verify_share)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedKit:
+    """What a kit is built from, small enough to be sent to each of many workers. `name` tells one run's from another's.
+
+    A process that was forked from one that has built the kit already takes that one, unpacking nothing.
+    """
+
+    name: str
+    packed: bytes
+
+    @classmethod
+    def pack(cls, name: str, spec: TokenizerSpec, config: RunConfig) -> PackedKit:
+        """Compress spec and configuration: a vocabulary's JSON shrinks to a third."""
+        return cls(name, zlib.compress(pickle.dumps((spec, config)), 1))
+
+    def build(self) -> Kit:
+        """The kit, built here unless it was inherited. Raises UsageError as `build_kit` does."""
+        if self.name not in _KITS:
+            _KITS.clear()
+            _KITS[self.name] = build_kit(*pickle.loads(zlib.decompress(self.packed)))  # noqa: S301 - our own, from pack
+        return _KITS[self.name]
+
+
+_KITS: Final[dict[str, Kit]] = {}
+"""This process's last kit by its name."""
 
 
 @dataclass(frozen=True, slots=True)

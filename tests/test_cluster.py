@@ -17,7 +17,8 @@ from distributed import Client, LocalCluster, SchedulerPlugin
 from etl import cluster, jobs
 from etl.cluster import SETTINGS
 from etl.errors import UsageError
-from etl.records import ObjectRange, Partition
+from etl.pipeline import PackedKit
+from etl.records import ObjectRange, Partition, TokenizerSpec
 from etl.watcher import Watcher
 from tests.jobs import config, etl, jsonl, small_rows, stored, upload
 
@@ -111,22 +112,26 @@ def test_a_worker_killed_in_the_middle_costs_no_row(s3: Any, bucket: str) -> Non
     assert sorted(stored(result.output).table["id"].to_pylist()) == [f"{i:02}-{j}" for i in range(30) for j in range(2)]
 
 
-def test_the_dashboard_keeps_to_loopback_and_moves_where_its_port_is_taken(bucket: str) -> None:
+def test_the_dashboard_keeps_to_loopback_and_moves_where_its_port_is_taken(
+    bucket: str, qwen36: TokenizerSpec
+) -> None:
     import socket
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with cluster.connect(config(bucket, no_dashboard=False, dashboard_address=address, workers=1)) as connected:
+        options = config(bucket, no_dashboard=False, dashboard_address=address, workers=1)
+        with cluster.connect(options, PackedKit.pack("kit", qwen36, options)) as connected:
             assert connected.dashboard_link.startswith("http://127.0.0.1:")
             assert address not in connected.dashboard_link
 
 
-def test_a_scheduler_that_does_not_answer_is_one_line(bucket: str) -> None:
+def test_a_scheduler_that_does_not_answer_is_one_line(bucket: str, qwen36: TokenizerSpec) -> None:
+    options = config(bucket, scheduler="tcp://127.0.0.1:9")
     with (
         pytest.raises(UsageError, match="no Dask scheduler answers there"),
-        cluster.connect(config(bucket, scheduler="tcp://127.0.0.1:9")),
+        cluster.connect(options, PackedKit.pack("kit", qwen36, options)),
     ):
         pass
 

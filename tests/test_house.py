@@ -28,7 +28,7 @@ ORDER = (
     # -> token ids and masks
     "added", "positions", "engines", "masking", "encoding",
     # -> Parquet, and the stages composed for one partition
-    "tables", "fingerprint", "pipeline",
+    "tables", "fingerprint", "pipeline", "preload",
     # -> the books of a run, the engine, the run itself
     "ledger", "contents", "recount", "audit", "summary", "lease", "surveys", "cluster", "jobs", "inspection",
     # the doors: Python, eyes, command line

@@ -8,6 +8,7 @@ Tasks carry a `Partition` and the name of the worker's kit, nothing else: no con
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import pickle
@@ -133,14 +134,10 @@ class OpenPartition:
     def __init__(self, partition: Partition, kit_name: str) -> None:
         self.partition = partition
         self.kit_name = kit_name
-        self.kit = _kit(kit_name)
-        self.task = ledger.Task(
-            str(self.kit.config.output),
-            self.kit.fingerprint,
-            partition,
-            time.perf_counter(),
-            self.kit.storage.retries,
-        )
+        kit = _kit(kit_name)
+        # A storage of its own counts this partition's retries alone; the connections are the process's anyway.
+        self.kit = dataclasses.replace(kit, storage=dataclasses.replace(kit.storage))
+        self.task = ledger.Task(str(kit.config.output), kit.fingerprint, partition, time.perf_counter())
         self.begun: Iterator[Batch] | None = self.kit.read(partition)
 
     def batches(self) -> Iterator[Batch]:

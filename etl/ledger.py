@@ -107,19 +107,21 @@ class StageSeconds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One partition's work: where it goes, and what stood on the clock (perf_counter) and on the retries before it."""
+    """One partition's work: where it goes, and what stood on the clock (perf_counter) before it."""
 
     output: str
     fingerprint: str
     partition: Partition
     started: float
-    retries_before: int
 
 
 def write_partition(
     storage: Storage, task: Task, outcome: Outcome, table: pa.Table, clock: StageSeconds
 ) -> dict[str, Any]:
-    """Write rejects, part and receipt, each one PUT; return the receipt. A partition without rows writes no part."""
+    """Write rejects, part and receipt, each one PUT; return the receipt. A partition without rows writes no part.
+
+    `storage` is this partition's own: its retries become the receipt's.
+    """
     places, stem = Places(canonical_url(task.output)), task.partition.stem
     with clock("parquet"):
         body = serialize(table) if table.num_rows else None
@@ -165,7 +167,7 @@ def _passing(storage: Storage, task: Task, clock: StageSeconds) -> dict[str, Any
         "seconds": round(time.perf_counter() - task.started, 4),
         "stages": {stage: round(seconds, 4) for stage, seconds in clock.seconds.items()},
         "host": platform.node(),
-        "retries": storage.retries - task.retries_before,
+        "retries": storage.retries,
     }
 
 

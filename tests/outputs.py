@@ -45,7 +45,7 @@ def make_output(folder: Path, objects: Mapping[str, bytes], *, partitions: int |
     for partition in seen.todo[:partitions]:
         clock = StageClock()
         outcome = transform(lambda p=partition: kit.read(p), kit, clock)  # type: ignore[misc]
-        task = ledger.Task(str(output), kit.fingerprint, partition, time.perf_counter(), kit.storage.retries)
+        task = ledger.Task(str(output), kit.fingerprint, partition, time.perf_counter())
         books.enter(partition, ledger.write_partition(kit.storage, task, outcome, outcome.table, clock))
     if partitions is None:
         ledger.write_run(seen.storage, seen.places, jobs.new_run_id(), books.close().as_dict())

@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import os
 import pickle
+import resource
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -82,6 +84,9 @@ SETTINGS: Final = {
 
 _WRITING: Final = threading.BoundedSemaphore(2)
 """Partitions that a worker may be writing while it works on the next one: a slow store must not pile them up."""
+
+FILES_A_WORKER: Final = 10
+FILES_BESIDE: Final = 100
 
 LOOPBACK: Final = "127.0.0.1:0"
 
@@ -240,6 +245,35 @@ class PartEngine(ArrowDatasetEngine):
 # --- on the client -----------------------------------------------------------------------------------------------
 
 
+def check_startable(config: RunConfig) -> None:
+    """Raise UsageError where a LocalCluster's processes could not start: a script without a main guard, too few files.
+
+    A worker process imports the script that started it, and would start the run again.
+    """
+    if config.scheduler is not None:
+        return
+    _raise_file_limit(worker_count(config))
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or getattr(main, "__spec__", None) is not None:
+        return  # -c, -m, a notebook or a prompt: nothing that a worker would import by its path
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if "__name__" not in Path(path).read_text():
+            raise UsageError(f"{path}: put what starts the run under: if __name__ == '__main__':")
+
+
+def _raise_file_limit(workers: int) -> None:
+    """Each worker costs this process about ten open files; the soft limit is raised as far as the hard one allows."""
+    needed = FILES_BESIDE + FILES_A_WORKER * workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise UsageError(
+                f"--workers {workers} needs {needed} open files, this shell allows {hard}; ulimit -Hn {needed}"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 @contextlib.contextmanager
 def connect(config: RunConfig, packed: PackedKit) -> Iterator[Client]:
     """A client of the cluster that `config` names: `--scheduler`, or a LocalCluster of `--workers` processes.
@@ -357,9 +391,7 @@ def _rows(
     return opened.map_partitions(stage, meta=empty_frame(output_schema(config.keep_fields)), enforce_metadata=False)
 
 
-def lazy_frame(
-    partitions: Sequence[Partition], kit_name: str, spec: TokenizerSpec, config: RunConfig
-) -> dd.DataFrame:
+def lazy_frame(partitions: Sequence[Partition], kit_name: str, spec: TokenizerSpec, config: RunConfig) -> dd.DataFrame:
     """The rows as a lazy Dask DataFrame in SCHEMA; works with the current Client, and without one in threads."""
     packed = PackedKit.pack(kit_name, spec, config)
     _HERE[kit_name] = functools.cache(packed.build)

@@ -16,6 +16,8 @@ from etl.config import RunConfig
 from etl.errors import LeaseLost
 from etl.lease import Lease, hold
 from etl.ledger import Places
+from etl.pages import html_table
+from etl.partitions import cut_partitions
 from etl.pipeline import PackedKit
 from etl.records import Partition
 from etl.surveys import Survey, look_at_input, survey
@@ -23,6 +25,9 @@ from etl.watcher import Watcher
 
 LIMIT_AFTER: Final = 10_000
 """Candidates before the reject limit may end a run early."""
+
+PARTITIONS_A_WORKER: Final = 4
+"""With fewer, some workers wait for the last ones at the end."""
 
 
 @dataclass(slots=True)
@@ -62,13 +67,16 @@ class RunResult:
         return self.loss_tokens / self.tokens if self.tokens else 0.0
 
     def _repr_html_(self) -> str:
-        cells = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in self.as_dict().items())
-        return f"<table>{cells}</table>"
+        return html_table(self.as_dict().items())
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """What `plan` shows: `objects`, `bytes`, `partitions`, `partitions_done`, `passed_over` (URLs), `fingerprint`."""
+    """What `plan` shows: `objects`, `bytes`, `partitions`, `partitions_done`, `passed_over` (URLs), `fingerprint`.
+
+    `workers` is None for a running cluster. `advised_bytes`: the partition size that gives every worker
+    PARTITIONS_A_WORKER, where the one asked for gives fewer.
+    """
 
     objects: int
     bytes: int
@@ -76,11 +84,22 @@ class PlanResult:
     partitions_done: int
     passed_over: tuple[str, ...]
     fingerprint: str
+    workers: int | None = None
+    advised_bytes: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `plan --json` prints."""
+        shown = ("objects", "bytes", "partitions", "partitions_done", "passed_over", "fingerprint")
+        return {name: getattr(self, name) for name in shown}
+
+    def _repr_html_(self) -> str:
+        return html_table(self.as_dict().items())
 
 
 def plan(config: RunConfig) -> PlanResult:
     """What `run` would read and pass over, how it is cut, and what is done; starts no cluster, writes nothing."""
     seen = survey(config)
+    workers = None if config.scheduler else cluster.worker_count(config)
     return PlanResult(
         objects=len(seen.listing.objects),
         bytes=sum(o.size for o in seen.listing.objects),
@@ -88,7 +107,21 @@ def plan(config: RunConfig) -> PlanResult:
         partitions_done=len(seen.receipts),
         passed_over=seen.listing.passed_over,
         fingerprint=seen.plan.fingerprint,
+        workers=workers,
+        advised_bytes=workers and _advised_bytes(seen, workers),
     )
+
+
+def _advised_bytes(seen: Survey, workers: int) -> int | None:
+    wanted, size = PARTITIONS_A_WORKER * workers, seen.config.partition_size
+    if len(seen.plan.partitions) >= wanted:
+        return None
+    while size > 1:
+        size //= 2
+        partitions = cut_partitions(seen.listing.objects, size, "", seen.listing.compressed)
+        if len(partitions) >= wanted:
+            return size
+    return None
 
 
 def frame(config: RunConfig) -> Any:
@@ -109,6 +142,7 @@ def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     """
     watcher = watcher or Watcher()
     started = time.monotonic()
+    cluster.check_startable(config)
     seen = survey(config)
     for note in seen.notes:
         watcher.say(note)

@@ -122,7 +122,7 @@ def plan_command(words: list[str]) -> int:
     if not flags.quiet:
         print_plan(found)
     if flags.json:
-        print(json.dumps(dataclasses.asdict(found)))
+        print(json.dumps(found.as_dict()))
     return 0
 
 
@@ -446,5 +446,9 @@ def print_plan(found: Any) -> None:
     """What a run would do, for people."""
     print(f"{found.objects:,} objects, {found.bytes:,} bytes")
     print(f"{found.partitions:,} partitions, {found.partitions_done:,} done")
+    if found.workers:
+        print(f"{found.partitions / found.workers:,.1f} partitions for each of {found.workers} workers")
+    if found.advised_bytes:
+        print(f"WARNING: fewer than 4 a worker leave some idle; --partition-bytes {found.advised_bytes} gives 4")
     for url in found.passed_over:
         print(f"passed over: {url}")

@@ -48,7 +48,7 @@ def upload(s3: Any, bucket: str, objects: dict[str, bytes]) -> None:
 def config(bucket: str, **options: Any) -> RunConfig:
     """s3://bucket/completions/ to s3://bucket/tokens/ with the Qwen3.6 vocabulary and no dashboard."""
     # By option, not by environment: a cluster that was started before the test has another environment.
-    fixed = {"tokenizer": QWEN36, "no_dashboard": True, "endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+    fixed = {"tokenizer": QWEN36, "no_dashboard": True, "endpoint_url": os.environ.get("AWS_ENDPOINT_URL")}
     return RunConfig(input=f"s3://{bucket}/completions/", output=f"s3://{bucket}/tokens/", **{**fixed, **options})
 
 
@@ -89,7 +89,7 @@ def stored(output: str) -> Stored:
     return Stored({info.url.removeprefix(root): storage.get(info.url) or b"" for info in found})
 
 
-def etl(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def etl(*words: str, seconds: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
     """`python -m etl …` as a user runs it."""
     return subprocess.run(
         [sys.executable, "-m", "etl", *words],
@@ -98,5 +98,5 @@ def etl(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=seconds,
     )

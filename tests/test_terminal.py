@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,16 @@ def test_plan_says_what_would_be_read_and_writes_nothing(s3: Any, filled: str, c
     assert (found["partitions_done"], found["passed_over"]) == (0, [f"s3://{filled}/completions/notes.txt"])
     assert len(found["fingerprint"]) == 64
     assert keys(s3, filled) == ["completions/a.jsonl", "completions/notes.txt"]
+
+
+def test_plan_names_the_partition_size_that_gives_every_worker_four(s3: Any, bucket: str, capsys: Any) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(10)) for i in range(4)})
+    assert main(["plan", *words(bucket, "--workers", "2")[1:]]) == 0
+    said = capsys.readouterr().out
+    assert "0.5 partitions for each of 2 workers" in said
+    size = re.search(r"--partition-bytes (\d+) gives 4", said)
+    assert size is not None
+    assert main(["plan", *words(bucket, "--workers", "2", "--partition-bytes", size[1])[1:]]) == 0
+    said = capsys.readouterr().out
+    assert "WARNING" not in said
+    assert float(said.splitlines()[2].split()[0]) >= 4

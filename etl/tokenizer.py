@@ -31,7 +31,7 @@ T = TypeVar("T")
 HUB_SECONDS: Final = 8.0
 """How long the hub may take to answer at all; a download that has begun may take longer."""
 
-_HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME: Final = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9_][\w.-]*(?:/[A-Za-z0-9_][\w.-]*)?(?<![.-])", re.ASCII)
 _FILES: Final = (
     *("tokenizer*", "*token*.json", "config.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template*", "additional_chat_templates/*"),

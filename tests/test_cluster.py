@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,31 @@ def test_an_interrupt_ends_a_run_with_130_and_the_same_command_finishes_it(s3: A
     done = etl(*words)
     assert done.returncode == 0, done.stderr
     assert '"rows": 180' in done.stdout.splitlines()[-1]
+
+
+def measured(dask_scheduler: Any) -> dict[tuple[str, ...], float]:
+    """What the dashboard's Fine Performance Metrics are drawn from."""
+    return {tuple(map(str, key)): value for key, value in dask_scheduler.cumulative_worker_metrics.items()}
+
+
+def test_the_dashboard_is_told_the_seconds_of_every_stage(s3: Any, bucket: str, client: Client) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(50, f"{i}-")) for i in range(4)})
+    result = jobs.run(config(bucket, scheduler=client.scheduler.address, partition_bytes=9000))
+    assert result.exit_code == 0
+    deadline = time.monotonic() + 30
+    stages: set[str] = set()
+    wanted = {"read", "parse", "render", "encode", "table", "parquet", "write"}
+    while not wanted <= stages and time.monotonic() < deadline:  # workers tell with their heartbeat
+        found = client.run_on_scheduler(measured)
+        stages = {key[2] for key in found if key[0] == "execute" and key[1].startswith("read-tokenize")}
+    assert wanted <= stages
+
+
+def test_a_profile_report_is_one_file_that_needs_nothing_else(s3: Any, bucket: str, tmp_path: Path) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(5))})
+    report = tmp_path / "profile.html"
+    result = jobs.run(config(bucket, workers=1, profile_report=str(report)))
+    assert result.exit_code == 0
+    page = report.read_text()
+    assert "read-tokenize" in page
+    assert not re.search(r"<script[^>]+src=.https?://", page)

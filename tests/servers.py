@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import boto3
 from botocore.config import Config
@@ -97,7 +97,7 @@ def start_seaweedfs() -> Iterator[S3Server]:
     ports = _free_ports()
     with (home / "log").open("wb") as log:
         process = subprocess.Popen(
-            _weed_command(home, ports), stdout=subprocess.DEVNULL, stderr=log, env=server_environment(), cwd=home
+            _weed_command(home, ports), stdout=subprocess.DEVNULL, stderr=log, env=server_environment(_WEED), cwd=home
         )
     server = S3Server(f"http://127.0.0.1:{ports['s3']}")
     try:
@@ -107,6 +107,10 @@ def start_seaweedfs() -> Iterator[S3Server]:
         process.kill()  # its data goes with it, so there is nothing to end gently for
         process.wait()
         shutil.rmtree(home, ignore_errors=True)
+
+
+# Each bucket has volumes of its own, by default seven at once: a test's bucket needs one.
+_WEED: Final = {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
 
 
 def _weed_command(home: Path, ports: dict[str, int]) -> list[str]:
@@ -125,7 +129,7 @@ def _weed_command(home: Path, ports: dict[str, int]) -> list[str]:
         "-ip.bind=127.0.0.1",
         "-master.telemetry=false",
         "-master.volumeSizeLimitMB=64",
-        "-volume.max=50",
+        "-volume.max=500",
         f"-s3.config={home / 's3.json'}",
         f"-filer.localSocket={home / 'filer.sock'}",
         f"-s3.localSocket={home / 's3.sock'}",

@@ -1,4 +1,4 @@
-"""What can go wrong around a run: it ends in a whole output, or in one line and an output that the same command mends."""
+"""What can go wrong around a run: it ends in a whole output, or in one line and an output that can be finished."""
 
 from __future__ import annotations
 

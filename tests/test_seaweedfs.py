@@ -1,4 +1,4 @@
-"""SeaweedFS, an independent and stricter server, sees the same promises kept as moto, and some that moto cannot show."""
+"""SeaweedFS, independent and stricter, sees the same promises kept as moto, and some that moto cannot show."""
 
 from __future__ import annotations
 

@@ -79,8 +79,9 @@ class Encoder:
         np.cumsum([len(found) for found in ids], out=splits[1:])
         flat = np.concatenate([_NO_IDS, *ids])
         verified, different = self._verify(rows, ids, failed)
-        mask, wrong = self._mask(rows, flat, splits, failed)
-        return Encoded(flat, mask, splits, verified, different + wrong, failed)
+        mask, wrong, turns = self._mask(rows, flat, splits, failed)
+        last = {i: int(mask[first : splits[i + 1]].sum()) for i, first in turns.items()}
+        return Encoded(flat, mask, splits, verified, different + wrong, failed, last)
 
     def _row_ids(self, i: int, row: Rendered | TokenIds, failed: dict[int, RowError]) -> Ids:
         try:
@@ -144,13 +145,14 @@ class Encoder:
         ids: Ids,
         splits: npt.NDArray[np.int64],
         failed: Mapping[int, RowError],
-    ) -> tuple[npt.NDArray[np.int8], int]:
-        """The mask of the batch on one axis of bytes, others apart; and how many rows have wrong ids."""
+    ) -> tuple[npt.NDArray[np.int8], int, dict[int, int]]:
+        """The mask of the batch on one axis of bytes, others apart; how many ids are wrong; where last turns begin."""
         ends = self._token_ends(ids)
         edges = np.concatenate([np.zeros(1, ends.dtype), ends])[splits].tolist()
         spans: list[Span] = []
         cuts: list[Span] = []
         apart: list[int] = []
+        last: dict[int, int] = {}
         for i, found in enumerate(self._places(rows, failed)):
             start, end = edges[i], edges[i + 1]
             if found is None or found.size != end - start:
@@ -158,14 +160,17 @@ class Encoder:
                 continue
             spans += [(start + a, start + b) for a, b in found.spans]
             cuts += [(start + a, start + b) for a, b in found.cuts]
+            if (turn := _last_turn_span(rows[i])) is not None:
+                last[i] = start + found.spans[turn][0]
         mask = mask_by_ends(ends, spans, cuts)
+        turns = dict(zip(last, np.searchsorted(ends, list(last.values()), side="right").tolist(), strict=True))
         wrong = 0
         for i in apart:
             if i not in failed:
                 own = self._mask_apart(rows[i], ids[splits[i] : splits[i + 1]])
                 wrong += own is None
                 mask[splits[i] : splits[i + 1]] = 0 if own is None else own
-        return mask, wrong
+        return mask, wrong, turns
 
     def _token_ends(self, ids: Ids) -> npt.NDArray[np.int32] | npt.NDArray[np.int64]:
         """Where each token ends in the bytes of the batch; 32 bits where these are enough, for speed."""
@@ -193,3 +198,11 @@ class Encoder:
         if not np.array_equal(found.ids, ids):
             return None
         return mask_by_offsets(found.starts, found.ends, row.spans, row.cuts)
+
+
+def _last_turn_span(row: Rendered | TokenIds) -> int | None:
+    """The span that begins with the row's last turn, or None where none does."""
+    if not isinstance(row, Rendered) or row.last_turn is None:
+        return None
+    starts = [span[0] for span in row.spans]
+    return starts.index(row.last_turn[0]) if row.last_turn[0] in starts else None

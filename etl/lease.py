@@ -63,9 +63,7 @@ class Lease:
     def _wait_until_stale(self, holder: dict[str, Any], stat: ObjectStat, say: Callable[[str], None]) -> ObjectStat:
         left = EXPIRE_SECONDS - (stat.now - stat.modified)
         if left > 0:
-            say(
-                f"{_describe(holder, self._url)} may be at work here; waiting up to {left:.0f} s (--take-over)"
-            )
+            say(f"{_describe(holder, self._url)} may be at work here; waiting up to {left:.0f} s (--take-over)")
         while stat.now - stat.modified < EXPIRE_SECONDS:
             time.sleep(_POLL_SECONDS)
             now = self._storage.stat(self._url)

@@ -153,6 +153,7 @@ def _lasting(task: Task, outcome: Outcome, table: pa.Table, body: bytes | None) 
         "rejected": len(outcome.rejects),
         "reasons": dict(sorted(Counter(reject.reason for reject in outcome.rejects).items())),
         "counts": dict(sorted(outcome.counts.items())),
+        "drift": dict(sorted(outcome.drift.items())),
         "tokens": pc.sum(table["n_tokens"]).as_py() or 0,
         "loss_tokens": pc.sum(table["n_loss_tokens"]).as_py() or 0,
         "engine": outcome.engine,

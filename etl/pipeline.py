@@ -121,6 +121,7 @@ class Outcome:
     blank: int
     candidates: int
     counts: dict[str, int]
+    drift: dict[str, int]
     engine: str
     verified_rows: int
     mismatched_rows: int
@@ -152,6 +153,7 @@ def _transform(batches: Iterable[Batch], kit: Kit, timed: Timed) -> Outcome:
     rejects: list[Reject] = []
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
+    drift: Counter[str] = Counter()
     waiting = iter(batches)
     while True:
         with timed("read"):
@@ -165,6 +167,7 @@ def _transform(batches: Iterable[Batch], kit: Kit, timed: Timed) -> Outcome:
         for item in items:
             if isinstance(item, Rendered) and item.counts:
                 counts.update(item.counts)
+        drift.update(_drift(rows, encoded))
         with timed("table"):
             table, unfit = _judge(rows, encoded, kit.config)
         tables.append(table)
@@ -183,6 +186,7 @@ def _transform(batches: Iterable[Batch], kit: Kit, timed: Timed) -> Outcome:
         totals["blank"],
         totals["candidates"],
         dict(counts),
+        dict(drift),
         kit.encoder.engine_name,
         totals["verified"],
         totals["mismatched"],
@@ -225,7 +229,22 @@ def _encodable(conversation: Conversation, kit: Kit) -> _Encodable:
         return conversation.token_ids
     if conversation.text is not None:
         return Rendered(conversation.text, ((0, len(conversation.text)),) if conversation.text else ())
-    return render(conversation, kit.template, kit.config)
+    rendered = render(conversation, kit.template, kit.config)
+    return rendered if conversation.completion_tokens is None else rendered.split_at_last_turn()
+
+
+def _drift(rows: Sequence[_Row], encoded: Encoded) -> dict[str, int]:
+    """Trained tokens of last turns, less what the prompt supplies, beside what the generator recorded; sums over rows.
+
+    `off` adds up how far the rows that are not `equal` are from their record.
+    """
+    found: Counter[str] = Counter()
+    for i, trained in encoded.last_turn_tokens.items():
+        recorded = rows[i].conversation.completion_tokens
+        if recorded is not None:
+            off = abs(trained - recorded)
+            found.update(rows=1, recorded=recorded, trained=trained, equal=int(off == 0), off=off)
+    return dict(found)
 
 
 def _judge(rows: Sequence[_Row], encoded: Encoded, config: RunConfig) -> tuple[pa.Table, list[Reject]]:

@@ -5,6 +5,7 @@ ObjectInfo ─plan→ Partition ─read→ Line ─parse→ Conversation ─rend
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -186,6 +187,12 @@ class Rendered:
     counts: Mapping[str, int] = field(default_factory=dict)
     last_turn: Span | None = None
 
+    def split_at_last_turn(self) -> Rendered:
+        """The same mask, with a span that begins where `last_turn` does: what counting its tokens needs."""
+        point = self.last_turn[0] if self.last_turn else 0
+        halves = (((a, point), (point, b)) if a < point < b else ((a, b),) for a, b in self.spans)
+        return dataclasses.replace(self, spans=tuple(span for pair in halves for span in pair))
+
     def __post_init__(self) -> None:
         at = 0
         for start, end in self.spans:
@@ -200,7 +207,8 @@ class Encoded:
 
     `ids` int32 [n], `mask` int8 [n] of 0 and 1, `splits` int64 [rows + 1]. `mismatched` counts rows on which the two
     engines differed, `verified` those that both encoded. `failed`: by row, why the tokenizer could not take it; such a
-    row is empty here and one reject.
+    row is empty here and one reject. `last_turn_tokens`: by row, the trained tokens that begin in `Rendered.last_turn`,
+    where that begins with a span.
     """
 
     ids: npt.NDArray[np.int32]
@@ -209,6 +217,7 @@ class Encoded:
     verified: int = 0
     mismatched: int = 0
     failed: Mapping[int, RowError] = field(default_factory=dict)
+    last_turn_tokens: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.mask) or self.splits[-1] != len(self.ids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -63,7 +64,7 @@ def truncate(encoded: Encoded, max_length: int) -> Encoded:
     place = np.arange(len(encoded.ids)) - np.repeat(encoded.splits[:-1], lengths)
     kept = place < max_length
     splits = np.concatenate([[0], np.cumsum(np.minimum(lengths, max_length))])
-    return Encoded(encoded.ids[kept], encoded.mask[kept], splits, encoded.verified, encoded.mismatched)
+    return dataclasses.replace(encoded, ids=encoded.ids[kept], mask=encoded.mask[kept], splits=splits)
 
 
 def select(encoded: Encoded, keep: npt.NDArray[np.bool_]) -> Encoded:

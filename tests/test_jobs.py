@@ -354,6 +354,17 @@ def test_a_user_who_types_control_tokens_is_counted_in_the_receipt(s3: Any, buck
     assert receipt["counts"]["control_token_rows"] == 1
 
 
+def test_the_drift_from_the_recorded_completion_tokens_is_in_the_receipt(s3: Any, bucket: str, run: Any) -> None:
+    exact = {**chat("exact", "Hi", "Good day", "Greet."), "usage": {"completion_tokens": 9}}
+    rows = [exact, {**exact, "id": "off", "usage": {"completion_tokens": 11}}, chat("unrecorded", "Hi", "ok")]
+    upload(s3, bucket, {"a.jsonl": jsonl(rows)})
+    found = stored(run().output)
+    assert found.receipts[0]["drift"] == {"equal": 1, "off": 2, "recorded": 20, "rows": 2, "trained": 18}
+    ids, think = found.table["input_ids"][0].as_py(), 248068
+    # Generated: all behind <think> and its newline, which the prompt supplies, but for the newline at the very end.
+    assert len(ids) - (ids.index(think) + 2) - 1 == 9
+
+
 def test_no_credential_reaches_the_output(s3: Any, bucket: str, run: Any) -> None:
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(2)) + TORN})
     objects = stored(run(max_reject_share=1).output).objects

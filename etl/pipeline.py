@@ -36,6 +36,9 @@ Timed: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Counts the seconds spent inside as the named stage."""
 
 
+EXPECTED_WORKERS: Final = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Kit:
     """What the stages need, built once in each worker.
@@ -57,8 +60,11 @@ class Kit:
 
     @property
     def read_threads(self) -> int:
-        """This worker's share of `--read-concurrency`, at least two so that the next batch is always on its way."""
-        return max(2, self.config.read_concurrency // (self.config.workers or 1))
+        """This worker's share of `--read-concurrency`, at least two so that the next batch is always on its way.
+
+        A running cluster is taken for one of EXPECTED_WORKERS.
+        """
+        return max(2, self.config.read_concurrency // (self.config.workers or EXPECTED_WORKERS))
 
 
 def build_kit(spec: TokenizerSpec, config: RunConfig) -> Kit:

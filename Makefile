@@ -10,7 +10,12 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
 MATERIAL := .cache/material/complete
 
-.PHONY: help run test test-long check bench clean setup
+# What the packages' versions can change: tokenizer, template, storage, cluster, and whole runs.
+LOWEST := .cache/lowest
+LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,builtin cluster encoding jobs rendering render_families \
+  render_tokenizers storage tables template tokenizer))
+
+.PHONY: help run test test-long test-lowest check bench clean setup
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -22,6 +27,10 @@ test: setup ## make the environment, then run the tests
 
 test-long: setup ## the tests marked long
 	$(BIN)/python -m pytest -m long
+
+test-lowest: $(LOWEST)/installed $(MATERIAL) ## the tests of what the packages do, on the lower bounds of pyproject.toml
+	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
+	$(LOWEST)/bin/python -m pytest -m long tests/test_render_tokenizers.py tests/test_template.py tests/test_tokenizer.py
 
 check: $(BIN)/installed-dev ## lint, format and types
 	$(BIN)/ruff check
@@ -51,6 +60,12 @@ $(BIN)/installed: pyproject.toml constraints.txt | $(BIN)/python
 $(BIN)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[demo,dev]'
 	@touch $(BIN)/installed $@
+
+$(LOWEST)/installed: pyproject.toml constraints-lowest.txt | $(BIN)/python
+	$(BIN)/python -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints-lowest.txt \
+	  -e '.[demo]' cloudpickle hypothesis polars pytest pytest-timeout
+	@touch $@
 
 $(MATERIAL): tests/material.py | $(BIN)/python
 	$(BIN)/python tests/material.py

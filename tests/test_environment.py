@@ -1,4 +1,4 @@
-"""environment.yml and constraints.txt say the same as pyproject.toml."""
+"""environment.yml and the files of constraints say the same as pyproject.toml."""
 
 from __future__ import annotations
 
@@ -71,15 +71,26 @@ def test_every_import_is_a_declared_package(requirements: list[Requirement]) -> 
     assert sorted(n for n in foreign if canonicalize_name(IMPORT_NAMES.get(n, n)) not in declared) == []
 
 
-def test_every_pin_lies_within_the_bounds(requirements: list[Requirement]) -> None:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+def pins(file: str) -> dict[str, Version]:
+    """Name -> the one version that a constraints file allows."""
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
     assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line)] == []
-    pins = {canonicalize_name(name): Version(version) for name, _, version in (line.partition("==") for line in lines)}
-    unmet = [str(r) for r in requirements if not r.specifier.contains(pins[canonicalize_name(r.name)])]
-    assert unmet == []
+    return {canonicalize_name(name): Version(version) for name, _, version in (line.partition("==") for line in lines)}
+
+
+def test_every_pin_lies_within_the_bounds(requirements: list[Requirement]) -> None:
+    pinned = pins("constraints.txt")
+    assert [str(r) for r in requirements if not r.specifier.contains(pinned[canonicalize_name(r.name)])] == []
+
+
+def test_the_lowest_versions_are_the_bounds_themselves(project: dict[str, Any]) -> None:
+    pinned = pins("constraints-lowest.txt")
+    lines = [*project["dependencies"], *project["optional-dependencies"]["demo"]]
+    bounds = {canonicalize_name(r.name): Version(b.version) for r in map(Requirement, lines) for b in r.specifier}
+    assert {name: pinned[name] for name in bounds} == bounds
 
 
 def test_torch_is_nowhere() -> None:
-    files = ("pyproject.toml", "environment.yml", "constraints.txt")
+    files = ("pyproject.toml", "environment.yml", "constraints.txt", "constraints-lowest.txt")
     named = re.compile(r"^\W*(torch|jax|tensorflow)\b", re.MULTILINE)
     assert [name for name in files if named.search((ROOT / name).read_text())] == []

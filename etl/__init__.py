@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from etl.audit import CheckResult, check
     from etl.config import RunConfig
-    from etl.inspection import normalize
+    from etl.inspection import Preview, normalize, preview
     from etl.jobs import PlanResult, RunResult, frame, plan, run
     from etl.schema import SCHEMA
     from etl.summary import Report, report
@@ -28,6 +28,7 @@ __all__ = [
     "SCHEMA",
     "CheckResult",
     "PlanResult",
+    "Preview",
     "Report",
     "RunConfig",
     "RunResult",
@@ -35,6 +36,7 @@ __all__ = [
     "frame",
     "normalize",
     "plan",
+    "preview",
     "report",
     "run",
 ]
@@ -49,7 +51,9 @@ _HOMES = {
     "check": "audit",
     "Report": "summary",
     "report": "summary",
+    "Preview": "inspection",
     "normalize": "inspection",
+    "preview": "inspection",
     "frame": "jobs",
     "plan": "jobs",
     "run": "jobs",

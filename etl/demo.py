@@ -12,13 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from etl.embedded import start_server
 from etl.errors import UsageError
-from etl.records import TokenizerSpec
-from etl.tokenizer import load_named
 
 BUCKET: Final = "demo"
 TOKENIZER: Final = "builtin:qwen3.6"
@@ -39,12 +34,10 @@ def play(
     keep_running: bool,
     command: Callable[[list[str]], int],
     say: Callable[[str], None],
-    show: Callable[[pa.Table, TokenizerSpec], None],
 ) -> int:
     """Upload the sample, run the command line on it, copy the output out, show two rows; returns the exit code.
 
-    `command` is the command line's own entry, so that the demo goes the way a user's run goes; `say` prints a line,
-    `show` rows.
+    `command` is the command line's own entry, so that the demo goes the way a user's run goes; `say` prints a line.
     """
     began = time.monotonic()
     with start_server() as endpoint, _environment({**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}):
@@ -58,7 +51,9 @@ def play(
         exit_code = command([*words, "--workers", "2"])
         copied = _copy_output(client, COPY)
         if exit_code == 0:
-            show(pq.read_table(copied[0]).slice(0, 2), load_named(TOKENIZER))
+            words = ["preview", f"s3://{BUCKET}/completions/", "--tokenizer", TOKENIZER, "-n", "2"]
+            say(f"\n$ python -m etl {' '.join(words)}\n")
+            exit_code = command(words)
         say(_farewell(len(copied), time.monotonic() - began))
         if keep_running:
             say(f"\nserver stays up at {endpoint} until Ctrl-C (credentials: any)")

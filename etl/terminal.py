@@ -21,10 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from etl.config import CHOICES, RunConfig
 from etl.errors import EtlError, UsageError
-from etl.records import LOW_TRAINED_SHARE, TokenizerSpec
+from etl.records import LOW_TRAINED_SHARE
 from etl.watcher import Watcher
 
-LATER: Final = ("preview", "doctor", "export")
+LATER: Final = ("doctor", "export")
 """Commands of the contract that are not built yet."""
 
 PLAIN_PROGRESS_SECONDS: Final = 10.0
@@ -126,6 +126,21 @@ def plan_command(words: list[str]) -> int:
     return 0
 
 
+def preview_command(words: list[str]) -> int:
+    """`etl preview INPUT [INPUT …] --tokenizer T [-n 3] [--row N] [--html FILE]`: tokens in colour, with a legend."""
+    config, flags = parse_preview(words)
+    from etl.inspection import preview
+
+    found = preview(config, flags.rows, flags.row)
+    if flags.html is not None:
+        _write_page(flags.html, found.to_html())
+    if not flags.quiet:
+        print_preview(found)
+    if flags.json:
+        print(json.dumps(found.as_dict()))
+    return 0
+
+
 def check_command(words: list[str]) -> int:
     """`etl check OUTPUT`: 0 where all is well, 1 where a fault was found."""
     flags, options = parse_output(output_parser("check", "re-read parts and receipts and reconcile them"), words)
@@ -171,12 +186,13 @@ def demo_command(words: list[str]) -> int:
     flags = parser.parse_args(words)
     from etl import demo
 
-    return demo.play(keep_running=flags.keep_running, command=main, say=print_line, show=print_rows)
+    return demo.play(keep_running=flags.keep_running, command=main, say=print_line)
 
 
 COMMANDS: Final[Mapping[str, Callable[[list[str]], int]]] = {
     "run": run_command,
     "plan": plan_command,
+    "preview": preview_command,
     "check": check_command,
     "report": report_command,
     "demo": demo_command,
@@ -187,6 +203,7 @@ usage: python -m etl COMMAND …
 
   run INPUT [INPUT …] OUTPUT --tokenizer T   chat completions on S3 → masked training tokens on S3
   plan …as run…                              what would be read, how it is cut, what is done
+  preview INPUT --tokenizer T [-n 3]         tokens in colour, with a legend of what is trained; [--row N] [--html F]
   check OUTPUT                               re-read parts and receipts: every count, hash, length, id, mask value
   report OUTPUT [--html FILE]                totals, rejects by reason, where the time went
   demo                                       the whole job on an embedded S3 server with a bundled sample
@@ -286,13 +303,13 @@ def _add_display(parser: Parser) -> None:
         group.add_argument(f"--{flag}", action="store_true", default=False, help=text)
 
 
-def run_parser(prog: str) -> Parser:
-    """The parser of `run` and of the commands that take its options."""
+def run_parser(prog: str, urls: str = "INPUT [INPUT …] OUTPUT", groups: Sequence[str] = tuple(GROUPS)) -> Parser:
+    """The parser of `run` and of the commands that take its options, or some groups of them."""
     parser = Parser(prog=prog, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    parser.add_argument("urls", nargs="*", metavar="INPUT [INPUT …] OUTPUT", default=[])
-    for title, options in GROUPS.items():
+    parser.add_argument("urls", nargs="*", metavar=urls, default=[])
+    for title in groups:
         group = parser.add_argument_group(title)
-        for flag, settings in options:
+        for flag, settings in GROUPS[title]:
             group.add_argument(flag, **settings)
     group = parser.add_argument_group("all")
     group.add_argument("--config", metavar="FILE.yaml", help="the same names with _; flags win")
@@ -304,17 +321,35 @@ def run_parser(prog: str) -> Parser:
 def parse_run(words: Sequence[str], prog: str) -> tuple[RunConfig, argparse.Namespace]:
     """Arguments and `--config` file -> the checked configuration, and the flags that concern the terminal alone."""
     flags = run_parser(prog).parse_intermixed_args(list(words))
-    given = {name: value for name, value in vars(flags).items() if name not in {"json", "debug", "quiet", "config"}}
-    urls = given.pop("urls")
+    urls, options = _read_options(flags)
+    if urls:
+        options |= {"input": urls[:-1] or options.get("input", ()), "output": urls[-1]}
+    return RunConfig(**{"input": (), **options}), flags
+
+
+def parse_preview(words: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
+    """As `parse_run`; every URL is an INPUT."""
+    parser = run_parser("etl preview", "INPUT", ("model", "rows", "mask", "size", "storage"))
+    group = parser.add_argument_group("what to show")
+    group.add_argument("-n", dest="rows", metavar="N", type=int, default=3, help="rows from the first on (default 3)")
+    group.add_argument("--row", metavar="N", type=int, default=None, help="line N of INPUT alone, from 1 on")
+    group.add_argument("--html", metavar="FILE", default=None, help="write one self-contained page as well")
+    flags = parser.parse_intermixed_args(list(words))
+    urls, options = _read_options(flags)
+    return RunConfig(**{"input": (), **options, **({"input": urls} if urls else {})}), flags
+
+
+def _read_options(flags: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """The URLs, and the options of the configuration from `--config` and, which win, from flags."""
+    known = {f.name for f in dataclasses.fields(RunConfig)}
+    given = {name: value for name, value in vars(flags).items() if name in known}
     options = _read_config_file(flags.config) if hasattr(flags, "config") else {}
     options |= {name: _pairs(name, value) if name in PAIRS else value for name, value in given.items()}
     if "chat_template_kwargs" in given:
         options["chat_template_kwargs"] = _json_object(given["chat_template_kwargs"])
-    if urls:
-        options |= {"input": urls[:-1] or options.get("input", ()), "output": urls[-1]}
     if not options.get("tokenizer"):
         raise UsageError("name a --tokenizer: a hub name such as Qwen/Qwen3.6-27B, a local folder, or builtin:qwen3.6")
-    return RunConfig(**{"input": (), **options}), flags
+    return flags.urls, options
 
 
 def _read_config_file(path: str) -> dict[str, Any]:
@@ -430,16 +465,15 @@ def print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def print_rows(table: Any, spec: TokenizerSpec) -> None:
-    """Every row of a small table as text: trained tokens green, the others grey."""
-    from etl.viewer import row_title, stretches, visible
+def print_preview(found: Any) -> None:
+    """Rows token by token; in colour where the terminal has some and NO_COLOR is not set."""
+    from rich.text import Text
+
+    from etl.viewer import text_lines
 
     out = Console(highlight=False, soft_wrap=True)
-    for row in table.to_pylist():
-        out.print(f"\n{row_title(row)} (green: trained)", style="bold", markup=False)
-        for stretch in stretches(row["input_ids"], row["loss_mask"], spec):
-            out.print(visible(stretch.text), style="green" if stretch.trained else "bright_black", end="", markup=False)
-        out.print()
+    for line in text_lines(found, colour=out.color_system is not None and not out.no_color):
+        out.print(Text.assemble(*line))
 
 
 def print_plan(found: Any) -> None:

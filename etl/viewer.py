@@ -1,40 +1,85 @@
-"""Token ids + loss mask -> stretches of text that are trained or not, with invisible characters made visible."""
+"""Preview -> lines of text for a terminal: trained tokens marked by `+` and by colour, each told from the next.
+
+Without colour (no terminal, or NO_COLOR) bars stand between tokens, and the `+` alone says what is trained.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from typing import Final, TypeAlias
 
-from tokenizers import Tokenizer
+from etl.inspection import CONTINUES, PIECES, LegendLine, Preview, ShownRow, Token, one_line, show_token, visible
+from etl.pages import printable
 
-from etl.records import TokenizerSpec
+Run: TypeAlias = tuple[str, str]
+"""Text and the style that `rich` gives it; '' is none."""
 
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive tokens of one kind, decoded."""
-
-    text: str
-    trained: bool
-    tokens: int
+_GUTTER: Final = 13
+_BREAK: Final = "\N{BROKEN BAR}"
+_GREYS: Final = ("color(247)", "color(242)")
+_SHADES: Final = ("black on {}", "black on {} underline")
 
 
-def stretches(input_ids: Sequence[int], loss_mask: Sequence[int], spec: TokenizerSpec) -> Iterator[Stretch]:
-    """The row's text cut where the mask changes; a character split over two tokens shows as U+FFFD at a cut."""
-    decode = Tokenizer.from_str(spec.backend_json).decode
-    for trained, group in groupby(zip(loss_mask, input_ids, strict=True), key=lambda pair: pair[0]):
-        ids = [token for _, token in group]
-        yield Stretch(decode(ids, skip_special_tokens=False), bool(trained), len(ids))
+def text_lines(preview: Preview, *, colour: bool) -> Iterator[list[Run]]:
+    """The preview line by line. Without colour, tokens have bars between them instead of shades."""
+    yield [(preview.subject, "bold")]
+    for note in preview.notes:
+        yield [(f"note: {printable(note)}", "")]
+    yield []
+    yield from (_legend_runs(line) for line in preview.legend)
+    between = "shades tell tokens apart" if colour else f"{_BREAK} stands between tokens"
+    yield [
+        (f"+ is trained; {between}; {CONTINUES} goes on with a character; ⏎ → ␀ ⟨NBSP⟩ are invisible characters", "dim")
+    ]
+    for row in preview.rows:
+        yield []
+        yield from _row_lines(row, colour=colour)
 
 
-def visible(text: str) -> str:
-    """Line ends as `⏎` before the break, tabs as `→`, other control characters as their pictures."""
-    shown = text.replace("\t", "→").replace("\r", "␍").replace("\n", "⏎\n")
-    return "".join(chr(0x2400 + ord(c)) if c < " " and c != "\n" else c for c in shown)
+def _legend_runs(line: LegendLine) -> list[Run]:
+    style = _SHADES[0].format(PIECES[line.piece].light) if line.trained else ""
+    example = f"  {one_line(line.example)}" if line.example else ""
+    return [
+        ("+ " if line.trained else "  ", "bold"),
+        (f"{line.what:<38}", style),
+        (f" {line.says}", ""),
+        (example, "dim"),
+    ]
 
 
-def row_title(row: dict[str, Any]) -> str:
-    """`id: 120 tokens, 90 trained`."""
-    return f"{row['id']}: {row['n_tokens']} tokens, {row['n_loss_tokens']} trained"
+def _row_lines(row: ShownRow, *, colour: bool) -> Iterator[list[Run]]:
+    yield [(row.title, "bold"), (f"  {printable(row.source)}:{row.line}", "dim")]
+    if row.reason is not None:
+        yield [(row.verdict, "bold red")]
+    for note in row.notes:
+        yield [(note, "")]
+    if row.raw:
+        yield from ([(" " * 2 + part, "")] for part in visible(row.raw).splitlines())
+    for start, stop in row.stretches():
+        yield from _stretch_lines(row.tokens, start, stop, colour=colour)
+
+
+def _stretch_lines(tokens: Sequence[Token], start: int, stop: int, *, colour: bool) -> Iterator[list[Run]]:
+    """A stretch under its name; a line feed in it begins a new line under the same one."""
+    first = tokens[start]
+    gutter = ("+ " if first.trained else "  ") + PIECES[first.piece].title
+    line: list[Run] = [(f"{gutter:<{_GUTTER}} ", "bold" if first.trained else "dim")]
+    for i in range(start, stop):
+        style = _token_style(tokens[i], i) if colour else ""
+        parts = show_token(tokens[i]).split("\n")
+        if i > start and not colour:
+            line.append((_BREAK, ""))
+        for at, part in enumerate(parts):
+            if at:
+                if i + 1 == stop and at + 1 == len(parts) and not part:
+                    break
+                yield line
+                line = [(f"{'+' if first.trained else '':<{_GUTTER}} ", "bold")]
+            line.append((part, style))
+    yield line
+
+
+def _token_style(token: Token, index: int) -> str:
+    if not token.trained:
+        return _GREYS[index % 2]
+    return _SHADES[index % 2].format(PIECES[token.piece].light)

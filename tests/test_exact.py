@@ -21,7 +21,6 @@ from tests.independent import load_plain
 from tests.jobs import stored
 from tests.rows import jsonl, mixed_rows
 
-ROWS = 2000
 HEADER = "<|im_start|>assistant\n"
 END = "<|im_end|>"
 EMPTY = "<think>\n\n</think>\n\n"
@@ -59,9 +58,9 @@ def trained_spans(text: str, replies: list[dict[str, Any]], cut: bool) -> Iterat
             yield start, end, False
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    return list(mixed_rows(ROWS, seed=11, median_bytes=2500))
+@pytest.fixture(scope="module", params=[200, pytest.param(2000, marks=pytest.mark.long)])
+def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return list(mixed_rows(request.param, seed=11, median_bytes=2500))
 
 
 def reference(spec: TokenizerSpec, template: str) -> Any:
@@ -84,7 +83,7 @@ def test_ids_and_masks_of_a_mix_of_rows_are_right(
     name = "builtin:qwen3.6" if family == "qwen3_6" else str(material / "tokenizers" / family)
     spec = qwen36 if family == "qwen3_6" else load_named(name)
     for at in range(4):
-        body = jsonl(rows[at * ROWS // 4 : (at + 1) * ROWS // 4])
+        body = jsonl(rows[at * len(rows) // 4 : (at + 1) * len(rows) // 4])
         (tmp_path / "in").mkdir(exist_ok=True)
         (tmp_path / "in" / f"{at}.jsonl").write_bytes(body)
     (tmp_path / "chat.jinja").write_text(template)
@@ -98,7 +97,7 @@ def test_ids_and_masks_of_a_mix_of_rows_are_right(
         no_dashboard=True,
     )
     result = jobs.run(config)
-    assert (result.exit_code, result.rows, result.rejected, result.mismatched_rows) == (0, ROWS, 0, 0)
+    assert (result.exit_code, result.rows, result.rejected, result.mismatched_rows) == (0, len(rows), 0, 0)
 
     tokenizer, plain = reference(spec, template), load_plain(spec.backend_json)
     table = stored(str(tmp_path / "out")).table

@@ -32,18 +32,16 @@ def render(conversation: Conversation, template: ChatTemplate, config: RunConfig
     """The row's text with its trained spans, by the mask table of the contract.
 
     Raises RowError: `template` where the template raises, `role` where a message leaves no text, `mask` where the
-    trained text cannot be told, `control_tokens`, `truncated`, `truncated_reasoning`.
+    trained text cannot be told, `control_tokens`, `truncated`, `truncated_reasoning`, `json` where a value is nested
+    too deep.
     """
     if conversation.text is not None:
         text = conversation.text
         return Rendered(text, ((0, len(text)),) if text else ())
-    row = _open(conversation, template, config)
-    typed = _types_control_tokens(conversation, template)
-    if not (typed or row.cut) and _shows_every_role(row):
-        turns = _turns_by_form(row)
-        if turns is not None:
-            return _finish(row, turns, {}, (), {})
-    return _render_carefully(row, typed=typed)
+    try:
+        return _render(conversation, template, config)
+    except RecursionError as error:  # what a message holds is walked in several ways, none of them without end
+        raise RowError("json", "nested too deep to be rendered") from error
 
 
 def settle(conversation: Conversation, template: ChatTemplate) -> list[Message]:
@@ -108,6 +106,16 @@ class _Row:
 
 
 # --- one row ---
+
+
+def _render(conversation: Conversation, template: ChatTemplate, config: RunConfig) -> Rendered:
+    row = _open(conversation, template, config)
+    typed = _types_control_tokens(conversation, template)
+    if not (typed or row.cut) and _shows_every_role(row):
+        turns = _turns_by_form(row)
+        if turns is not None:
+            return _finish(row, turns, {}, (), {})
+    return _render_carefully(row, typed=typed)
 
 
 def _open(conversation: Conversation, template: ChatTemplate, config: RunConfig) -> _Row:

@@ -1,0 +1,122 @@
+"""Measured runs -> tables of plain text: medians over rounds, ratios within a round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from tests.bench.gauge import Measured
+
+BUDGET: Final[Mapping[str, tuple[tuple[str, ...], float]]] = {
+    "parse JSON": (("parse",), 20),
+    "render": (("render",), 70),
+    "UTF-8, encode, mask": (("encode",), 68),
+    "Arrow + Parquet": (("table", "parquet"), 55),
+    "S3 in and out": (("read", "write"), 25),
+}
+"""The goal of each stage in microseconds a row, and the stages of a receipt that belong to it."""
+
+_MAIN_SLOT: Final = ("read", "parse", "render", "encode", "table")
+
+
+def show(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A titled table, first column to the left, others to the right."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(f"\n{title}")
+    for line in lines:
+        cells = [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
+        print("  " + "  ".join(cells).rstrip())
+
+
+def middle(runs: Sequence[Measured], value: Callable[[Measured], float]) -> float:
+    """The median of a figure over the rounds."""
+    return statistics.median(map(value, runs))
+
+
+def show_speeds(runs: Mapping[str, Sequence[Measured]]) -> None:
+    """One line a contender: speed without start-up, with it, memory, who spent the CPU."""
+    head = (
+        *("", "rows/s", "Mtokens/s", "MB/s", "work s", "whole s", "rows/s whole", "peak MB", "private MB"),
+        *("CPU s client", "workers", "S3 server", "idle"),
+    )
+    show("speed and memory (work: without start-up; whole: with it)", head, map(_speed_line, runs.values()))
+
+
+def _speed_line(of_one: Sequence[Measured]) -> list[str]:
+    first = of_one[0]
+    work, whole = middle(of_one, lambda m: m.work), middle(of_one, lambda m: m.whole)
+    spent = [f"{middle(of_one, lambda m: m.cpu[who]):.1f}" if who in first.cpu else "-" for who in _SPENDERS]
+    idle = f"{middle(of_one, lambda m: m.idle):.0%}" if first.cpu else "-"
+    return [
+        f"{first.name} ({first.rows:,} rows)",
+        f"{first.rows / work:,.0f}",
+        f"{first.tokens / work / 1e6:.2f}",
+        f"{first.bytes / work / 1e6:.1f}",
+        f"{work:.1f}",
+        f"{whole:.1f}",
+        f"{first.rows / whole:,.0f}",
+        f"{middle(of_one, lambda m: m.peak) / 1e6:,.0f}",
+        f"{middle(of_one, lambda m: m.private) / 1e6:,.0f}",
+        *spent,
+        idle,
+    ]
+
+
+_SPENDERS: Final = ("client", "workers", "server")
+
+
+def ratios(one: Sequence[Measured], other: Sequence[Measured]) -> str:
+    """How many times the rows a second of `other` is `one`, in each round and the median; then with start-up."""
+    pairs = list(zip(one, other, strict=True))
+    each = [a.speed / b.speed for a, b in pairs]
+    whole = [a.rows / a.whole / (b.rows / b.whole) for a, b in pairs]
+    said = ", ".join(f"{ratio:.1f}" for ratio in each)
+    return f"{statistics.median(each):.2f}x (rounds {said}; with start-up {statistics.median(whole):.1f}x)"
+
+
+def show_stages(runs: Mapping[str, Sequence[Measured]]) -> None:
+    """Wall microseconds a row by stage, summed over workers, beside the goal; then CPU by who spent it."""
+    lines = [
+        [stage, f"{goal:.0f}", *(f"{middle(of_one, _micros(names)):.1f}" for of_one in runs.values())]
+        for stage, (names, goal) in BUDGET.items()
+    ]
+    goal = sum(goal for _, goal in BUDGET.values())
+    every = tuple(name for names, _ in BUDGET.values() for name in names)
+    lines.append(["all", f"{goal:.0f}", *(f"{middle(of_one, _micros(every)):.1f}" for of_one in runs.values())])
+    for name in every:
+        lines.append([f"  of it {name}", "", *(f"{middle(of_one, _micros((name,))):.1f}" for of_one in runs.values())])
+    for who in _SPENDERS:
+        lines.append([f"CPU {who}", "", *(f"{middle(of_one, _cpu_micros(who)):.1f}" for of_one in runs.values())])
+    show("by stage, us a row (wall in the workers; read and write lie beside the rest)", ["", "goal", *runs], lines)
+
+
+def _micros(names: Sequence[str]) -> Callable[[Measured], float]:
+    return lambda m: sum(m.stages.get(name, 0.0) for name in names) / m.rows * 1e6
+
+
+def _cpu_micros(who: str) -> Callable[[Measured], float]:
+    return lambda m: m.cpu[who] / m.rows * 1e6
+
+
+def waiting(run: Measured, workers: int) -> float:
+    """The share of the workers' wall time in which they were in no stage but `read`: waiting for S3 or the scheduler."""
+    busy = sum(run.stages.get(name, 0.0) for name in _MAIN_SLOT if name != "read")
+    return 1 - busy / (workers * run.work)
+
+
+def show_scale(runs: Mapping[int, Sequence[Measured]]) -> None:
+    """Time and memory against the amount of data, as multiples of the least."""
+    least = runs[min(runs)]
+    lines = [
+        [
+            f"{times}x ({of_one[0].rows:,} rows, {of_one[0].bytes / 1e6:,.0f} MB)",
+            f"{middle(of_one, lambda m: m.work):.2f}",
+            f"{statistics.median(a.work / b.work for a, b in zip(of_one, least, strict=True)):.2f}",
+            f"{middle(of_one, lambda m: m.peak) / 1e6:,.0f}",
+            f"{middle(of_one, lambda m: m.private) / 1e6:,.0f}",
+        ]
+        for times, of_one in runs.items()
+    ]
+    show("more data, 2 workers", ["", "work s", "times the least", "peak MB", "private MB"], lines)

@@ -1,0 +1,171 @@
+"""A running program -> what it costs: peak memory of all its processes, their CPU seconds, the machine's idle share.
+
+Memory is PSS: a page that n processes share counts for 1/n in each, so that the sum is what the program takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
+ONE_THREAD: Final = {
+    "RAYON_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "ARROW_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DO_NOT_TRACK": "true",
+    "SCARF_NO_ANALYTICS": "true",
+    "DAFT_ANALYTICS_ENABLED": "0",
+    "DAFT_PROGRESS_BAR": "0",
+}
+"""The environment of every program here: one native thread a process, and nothing that calls home."""
+
+_SAMPLE_SECONDS: Final = 0.5
+_SHARE: Final = 0.05
+"""Of one core, for looking at memory."""
+
+_FIELDS: Final = ("Pss:", "Private_Clean:", "Private_Dirty:")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One program's run. Bytes are of JSON lines read; `whole` and `work` are seconds.
+
+    `work`: without start-up, from all processes being ready to the last row written. `cpu`: seconds by who spent them
+    during `work`. `idle`: share of the machine's cores with nothing to do during `work`. `peak`: bytes of all
+    processes; `private`: the largest process's own at that moment. `stages`: seconds by stage, of all workers.
+    """
+
+    name: str
+    rows: int
+    tokens: int
+    bytes: int
+    whole: float
+    work: float
+    cpu: Mapping[str, float] = field(default_factory=dict)
+    idle: float = 0.0
+    peak: int = 0
+    private: int = 0
+    stages: Mapping[str, float] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float:
+        """Rows a second, without start-up."""
+        return self.rows / self.work
+
+
+class Clock:
+    """CPU seconds of this process, of its children and of the S3 server, and the machine's idle share, from a moment on.
+
+    A child that ended in between is not counted.
+    """
+
+    def __init__(self, server: Iterable[int] = ()) -> None:
+        self._server = [psutil.Process(pid) for pid in server]
+        self._before = self._now()
+
+    def _now(self) -> tuple[float, dict[str, dict[int, float]], float]:
+        me = psutil.Process()
+        who = {"client": [me], "workers": me.children(recursive=True), "server": self._server}
+        spent = {name: {p.pid: seconds for p in processes if (seconds := _cpu(p))} for name, processes in who.items()}
+        machine = psutil.cpu_times()
+        return time.monotonic(), spent, machine.idle + machine.iowait
+
+    def read(self) -> tuple[float, dict[str, float], float]:
+        """(seconds, CPU seconds by who spent them, share of the cores that was idle) since the beginning."""
+        (start, before, idle), (end, after, idle_now) = self._before, self._now()
+        spent = {
+            name: sum(seconds - before[name].get(pid, 0.0) for pid, seconds in found.items())
+            for name, found in after.items()
+        }
+        return end - start, spent, (idle_now - idle) / (end - start) / (os.cpu_count() or 1)
+
+
+def _cpu(process: psutil.Process) -> float:
+    with contextlib.suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+class Memory:
+    """Looks at a process and all below it, again and again in a thread, until `stop`."""
+
+    def __init__(self, pid: int) -> None:
+        self.peak = 0
+        self.private = 0
+        self._root = psutil.Process(pid)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        wait = _SAMPLE_SECONDS
+        while not self._over.wait(wait):
+            start = time.thread_time()
+            with contextlib.suppress(psutil.Error):
+                self._look([self._root, *self._root.children(recursive=True)])
+            wait = max(_SAMPLE_SECONDS, (time.thread_time() - start) / _SHARE)
+
+    def _look(self, processes: list[psutil.Process]) -> None:
+        found = [_memory(process.pid) for process in processes]
+        total = sum(pss for pss, _ in found)
+        if total > self.peak:
+            self.peak = total
+            self.private = max(private for _, private in found)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self._thread.join()
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    """(PSS, private bytes) of a process; zeros where it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    kib = {words[0]: int(words[1]) for line in lines if (words := line.split())[0] in _FIELDS}
+    return kib.get("Pss:", 0) * 1024, sum(kib.get(name, 0) for name in _FIELDS[1:]) * 1024
+
+
+def measure(name: str, module: str, task: Mapping[str, Any], env: Mapping[str, str]) -> Measured:
+    """Run the module's `main`, give it `task` as JSON on standard input, read what it measured off its last line.
+
+    `whole` is the process's wall time: the imports and the start of its processes are in it.
+    """
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from {module} import main; main()"],
+        cwd=ROOT,
+        env={**os.environ, **ONE_THREAD, **env, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    memory = Memory(process.pid)
+    out, err = process.communicate(json.dumps(task))
+    whole = time.monotonic() - start
+    memory.stop()
+    if process.returncode:
+        raise SystemExit(f"{name} failed:\n{err[-3000:]}{out[-1000:]}")
+    return Measured(
+        name=name, whole=whole, peak=memory.peak, private=memory.private, **json.loads(out.splitlines()[-1])
+    )

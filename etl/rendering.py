@@ -507,10 +507,11 @@ def _find_cut(row: _Row, k: int, pieces: Pieces, turn: Turn, marked: Marked) -> 
     reasoning, answer = (marked.find(k, name, turn.intervals) for name in ("reasoning", "answer"))
     if turn.empty and THINK_OPEN.match(text, turn.empty[1]):
         raise RowError("truncated_reasoning", f"the template closes a thought that message {k} had only begun")
-    if pieces.calls:
-        return _end_of_calls(row, k, pieces.calls, turn, marked)
+    ends = [_end_of_calls(row, k, pieces.calls, turn, marked)] if pieces.calls else []
     if answer and pieces.answer:
-        return answer[1] + _kept_blanks(row, k, pieces.answer)
+        ends.append(answer[1] + _kept_blanks(row, k, pieces.answer))
+    if ends:
+        return max(ends)  # Gemma 4 writes the answer behind the calls
     if reasoning and pieces.reasoning:
         name, _, end = pieces.reasoning
         closed = name == "content" and THINK_CLOSE.search(field_text(row.messages[k], name), end)

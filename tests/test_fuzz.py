@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 import re
 import time
 import unicodedata
@@ -51,7 +52,15 @@ _PIECES: Final = (
     *("<end_of_turn>", "<start_of_turn>model\n", "<bos>", "<|start|>", "<|end|>", "<|return|>", "<|message|>", "<|call|>"),
     *("<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<tool_call>", "</tool_call>", "<|endoftext|>", "<|user|>", "<|end", "[/INST]"),
 )
-TEXT: Final = st.lists(st.sampled_from(_PIECES), max_size=5).map("".join)
+
+
+def _mixtures(count: int) -> list[str]:
+    """Pieces, and mixtures of up to six: drawn as one, since what hypothesis does for each draw costs more than ours."""
+    draw = random.Random(5)
+    return [*_PIECES, *("".join(draw.choices(_PIECES, k=draw.randint(2, 6))) for _ in range(count))]
+
+
+TEXT: Final = st.sampled_from(_mixtures(4000))
 
 
 def _between(marks: str, text: st.SearchStrategy[str] = TEXT) -> st.SearchStrategy[str]:
@@ -60,7 +69,8 @@ def _between(marks: str, text: st.SearchStrategy[str] = TEXT) -> st.SearchStrate
 
 _ANSWERS: Final = _between("κλ") | _between("κλ") | TEXT
 _THOUGHTS: Final = st.none() | _between("ρσ") | _between("ρσ") | TEXT
-_INLINE: Final = st.builds("<think>\n{}\n</think>\n\n{}".format, _between("ρσ"), _between("κλ"))
+_UNCLOSED: Final = TEXT.filter(lambda text: "</think>" not in text and "[THINK]" not in text)
+_INLINE: Final = st.builds("<think>\n{}\n</think>\n\n{}".format, _between("ρσ", _UNCLOSED), _between("κλ"))
 _ARGUMENTS: Final = st.sampled_from(
     [{}, {"city": "Málaga"}, {"n": 3, "b": [True, None, {"c": "z\n"}]}, {"s": '"<|im_end|>"'}, "{broken", '{"a": 1}', ""]
 )
@@ -228,7 +238,9 @@ def _require_owners(conversation: Conversation, rendered: Rendered, config: RunC
         assert part.any() <= (not config.no_train_reasoning), f"trained: {found[0]!r} in {rendered.text!r}"
     replies = sum(message["role"] == "assistant" for message in conversation.messages)
     may_be = replies - len(conversation.trained) + rendered.counts.get("dropped_reasoning_turns", 0)
-    assert tags or left_out <= may_be, f"{left_out} answers are not trained in {rendered.text!r}"
+    # a cut answer may be taken for half a thought, and an author's tags may leave out what they like
+    free = tags or (config.no_train_reasoning and conversation.cut)
+    assert free or left_out <= may_be, f"{left_out} answers are not trained in {rendered.text!r}"
 
 
 # --- the share of every test run, and all of it ---

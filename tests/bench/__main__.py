@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -152,11 +153,11 @@ def show_contest(bench: Bench, only: Sequence[str]) -> None:
     options = bench.options
     letters = [letter for letter in RIVALS if letter in only and _can(letter)]
     names = ["(a) etl, 2 workers", *letters]
-    calls: list[Callable[[], Measured]] = [lambda: bench.ours(names[0], options.rows, workers=2)]
-    calls += [lambda letter=letter: bench.rival(letter) for letter in letters]  # type: ignore[misc]
+    calls: list[Callable[[], Measured]] = [partial(bench.ours, names[0], options.rows, workers=2)]
+    calls += [partial(bench.rival, letter) for letter in letters]
     if {"a", "stages"} & set(only):
         names.append("(a) etl, 1 worker")
-        calls.append(lambda: bench.ours("(a) etl, 1 worker", options.rows, workers=1))
+        calls.append(partial(bench.ours, names[-1], options.rows, workers=1))
     taken = dict(zip(names, take_rounds(options.rounds, calls), strict=True))
     fine = show_many(bench) if "a" in only else {}
     figures.show_speeds({**taken, **fine})
@@ -175,7 +176,7 @@ def show_many(bench: Bench) -> dict[str, list[Measured]]:
     """2 and 128 workers on the same small partitions."""
     names = [f"(a) etl, {count} workers, {FINE}" for count in (2, bench.options.many)]
     calls = [
-        lambda count=count, name=name: bench.ours(name, bench.options.rows, workers=count, partition_bytes=FINE)  # type: ignore[misc]
+        partial(bench.ours, name, bench.options.rows, workers=count, partition_bytes=FINE)
         for count, name in zip((2, bench.options.many), names, strict=True)
     ]
     return dict(zip(names, take_rounds(bench.options.rounds, calls), strict=True))
@@ -191,10 +192,7 @@ def _can(letter: str) -> bool:
 def show_scale(bench: Bench) -> None:
     """1, 4 and 16 times the data, 2 workers."""
     base = bench.options.scale_rows
-    calls = [
-        lambda times=times: bench.ours(f"{times}x the data", base * times, workers=2)  # type: ignore[misc]
-        for times in SCALES
-    ]
+    calls = [partial(bench.ours, f"{times}x the data", base * times, workers=2) for times in SCALES]
     figures.show_scale(dict(zip(SCALES, take_rounds(bench.options.rounds, calls), strict=True)))
 
 
@@ -207,7 +205,7 @@ def show_latency(bench: Bench) -> None:
             name = f"{latency * 1000:.0f} ms more a request"
             return bench.ours(name, bench.options.rows, workers=2, endpoint_url=proxy.endpoint_url)
 
-        without, late = take_rounds(bench.options.rounds, [lambda: run(0.0), lambda: run(LATENCY)])
+        without, late = take_rounds(bench.options.rounds, [partial(run, 0.0), partial(run, LATENCY)])
     pairs = list(zip(late, without, strict=True))
     lines = [
         [m[0].name, *(f"{figures.middle(m, value):.2f}" for value in (lambda r: r.work, lambda r: r.whole))]

@@ -118,7 +118,8 @@ def write_corpus(folder: Path, rows: int, seed: int = 0) -> Corpus:
     rng = random.Random(seed)
     writer = Writer(rng, paragraphs(rng, rows * MEDIAN_BYTES * 5 // 4))
     lines = (json.dumps(writer.row(at), ensure_ascii=False).encode() + b"\n" for at in range(rows))
-    files, sizes = [], []
+    files: list[Path] = []
+    sizes: list[int] = []
     while chunk := list(islice(lines, ROWS_AN_OBJECT)):
         files.append(folder / f"{len(files):05d}.jsonl")
         files[-1].write_bytes(b"".join(chunk))

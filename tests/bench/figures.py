@@ -47,7 +47,7 @@ def show_speeds(runs: Mapping[str, Sequence[Measured]]) -> None:
 def _speed_line(of_one: Sequence[Measured]) -> list[str]:
     first = of_one[0]
     work, whole = middle(of_one, lambda m: m.work), middle(of_one, lambda m: m.whole)
-    spent = [f"{middle(of_one, lambda m: m.cpu[who]):.1f}" if who in first.cpu else "-" for who in _SPENDERS]
+    spent = [f"{middle(of_one, _cpu(who)):.1f}" if who in first.cpu else "-" for who in _SPENDERS]
     idle = f"{middle(of_one, lambda m: m.idle):.0%}" if first.cpu else "-"
     return [
         f"{first.name} ({first.rows:,} rows)",
@@ -78,30 +78,35 @@ def ratios(one: Sequence[Measured], other: Sequence[Measured]) -> str:
 
 def show_stages(runs: Mapping[str, Sequence[Measured]]) -> None:
     """Wall microseconds a row by stage, summed over workers, beside the goal; then CPU by who spent it."""
-    lines = [
-        [stage, f"{goal:.0f}", *(f"{middle(of_one, _micros(names)):.1f}" for of_one in runs.values())]
-        for stage, (names, goal) in BUDGET.items()
-    ]
-    goal = sum(goal for _, goal in BUDGET.values())
     every = tuple(name for names, _ in BUDGET.values() for name in names)
-    lines.append(["all", f"{goal:.0f}", *(f"{middle(of_one, _micros(every)):.1f}" for of_one in runs.values())])
-    for name in every:
-        lines.append([f"  of it {name}", "", *(f"{middle(of_one, _micros((name,))):.1f}" for of_one in runs.values())])
-    for who in _SPENDERS:
-        lines.append([f"CPU {who}", "", *(f"{middle(of_one, _cpu_micros(who)):.1f}" for of_one in runs.values())])
+
+    def line(title: str, goal: float | None, value: Callable[[Measured], float]) -> list[str]:
+        wanted = "" if goal is None else f"{goal:.0f}"
+        return [title, wanted, *(f"{middle(of_one, value):.1f}" for of_one in runs.values())]
+
+    lines = [
+        *(line(stage, goal, _micros(names)) for stage, (names, goal) in BUDGET.items()),
+        line("all", sum(goal for _, goal in BUDGET.values()), _micros(every)),
+        *(line(f"  of it {name}", None, _micros((name,))) for name in every),
+        *(line(f"CPU {who}", None, _per_row(_cpu(who))) for who in _SPENDERS),
+    ]
     show("by stage, us a row (wall in the workers; read and write lie beside the rest)", ["", "goal", *runs], lines)
 
 
 def _micros(names: Sequence[str]) -> Callable[[Measured], float]:
-    return lambda m: sum(m.stages.get(name, 0.0) for name in names) / m.rows * 1e6
+    return _per_row(lambda m: sum(m.stages.get(name, 0.0) for name in names))
 
 
-def _cpu_micros(who: str) -> Callable[[Measured], float]:
-    return lambda m: m.cpu[who] / m.rows * 1e6
+def _per_row(seconds: Callable[[Measured], float]) -> Callable[[Measured], float]:
+    return lambda m: seconds(m) / m.rows * 1e6
+
+
+def _cpu(who: str) -> Callable[[Measured], float]:
+    return lambda m: m.cpu[who]
 
 
 def waiting(run: Measured, workers: int) -> float:
-    """The share of the workers' wall time in which they were in no stage but `read`: waiting for S3 or the scheduler."""
+    """The share of the workers' wall time that they spent in `read` or in no stage: waiting for S3 or the scheduler."""
     busy = sum(run.stages.get(name, 0.0) for name in _MAIN_SLOT if name != "read")
     return 1 - busy / (workers * run.work)
 

@@ -70,7 +70,7 @@ class Measured:
 
 
 class Clock:
-    """CPU seconds of this process, of its children and of the S3 server, and the machine's idle share, from a moment on.
+    """From a moment on: CPU seconds of this process, its children and the S3 server, and the machine's idle share.
 
     A child that ended in between is not counted.
     """

@@ -156,7 +156,8 @@ def run_daft(task: Mapping[str, Any], files: list[Path]) -> tuple[int, float, di
             return [_marked({"id": i, "messages": m}, **options) for i, m in pairs]
 
     frame = daft.read_json(list(map(str, files)))
-    made = frame.select(Tokenize(frame["id"], frame["messages"]).alias("row"))
+    tokenize: Any = Tokenize
+    made = frame.select(tokenize(frame["id"], frame["messages"]).alias("row"))
     columns_out = [daft.col("row").struct.get(name).alias(name) for name in columns]
     written = made.select(*columns_out).write_parquet(f"{task['output']}/out").to_pydict()["path"]
     work = _since_ready(_stamps(task["output"]))

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from multiprocessing import forkserver
 from pathlib import Path
@@ -310,12 +310,23 @@ def _warm_forkserver(packed: PackedKit) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="etl-") as folder:
         path = Path(folder) / "warm.pickle"
         path.write_bytes(pickle.dumps(packed))
-        os.environ["ETL_WARM"] = str(path)
-        try:
+        with _environment({**NATIVE_THREADS, "ETL_WARM": str(path)}):
             forkserver.ensure_running()
-            yield
-        finally:
-            del os.environ["ETL_WARM"]
+        yield
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _local_cluster(config: RunConfig) -> LocalCluster:

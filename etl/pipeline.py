@@ -155,48 +155,57 @@ def transform(open_batches: Callable[[], Iterable[Batch]], kit: Kit, timed: Time
 
 
 def _transform(batches: Iterable[Batch], kit: Kit, timed: Timed) -> Outcome:
-    tables: list[pa.Table] = []
-    rejects: list[Reject] = []
-    counts: Counter[str] = Counter()
-    totals: Counter[str] = Counter()
-    drift: Counter[str] = Counter()
+    so_far = _SoFar()
     waiting = iter(batches)
     while True:
         with timed("read"):
             batch = next(waiting, None)
         if batch is None:
-            break
+            return so_far.outcome(kit)
         parsed, bad, candidates = _parse(batch, kit, timed)
         rows, items, unrendered = _render(parsed, kit, timed)
         with timed("encode"):
             encoded = kit.encoder.encode(items)
-        for item in items:
-            if isinstance(item, Rendered) and item.counts:
-                counts.update(item.counts)
-        drift.update(_drift(rows, encoded))
         with timed("table"):
             table, unfit = _judge(rows, encoded, kit.config)
-        tables.append(table)
-        rejects += [*batch.rejects, *bad, *unrendered, *unfit]
-        totals.update(
+        so_far.tables.append(table)
+        so_far.rejects += [*batch.rejects, *bad, *unrendered, *unfit]
+        so_far.drift.update(_drift(rows, encoded))
+        for item in items:
+            if isinstance(item, Rendered) and item.counts:
+                so_far.counts.update(item.counts)
+        so_far.totals.update(
             lines=batch.line_count,
             blank=batch.blank,
             candidates=candidates + len(batch.rejects),
             verified=encoded.verified,
             mismatched=encoded.mismatched,
         )
-    return Outcome(
-        pa.concat_tables(tables) if tables else output_schema(kit.config.keep_fields).empty_table(),
-        tuple(sorted(rejects, key=lambda r: (r.source, r.offset, r.choice, r.turn))),
-        totals["lines"],
-        totals["blank"],
-        totals["candidates"],
-        dict(counts),
-        dict(drift),
-        kit.encoder.engine_name,
-        totals["verified"],
-        totals["mismatched"],
-    )
+
+
+@dataclass(slots=True)
+class _SoFar:
+    tables: list[pa.Table] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    drift: Counter[str] = field(default_factory=Counter)
+    totals: Counter[str] = field(default_factory=Counter)
+
+    def outcome(self, kit: Kit) -> Outcome:
+        """The whole partition's; rejects in the order of their lines."""
+        empty = output_schema(kit.config.keep_fields).empty_table()
+        return Outcome(
+            pa.concat_tables(self.tables) if self.tables else empty,
+            tuple(sorted(self.rejects, key=lambda r: (r.source, r.offset, r.choice, r.turn))),
+            self.totals["lines"],
+            self.totals["blank"],
+            self.totals["candidates"],
+            dict(self.counts),
+            dict(self.drift),
+            kit.encoder.engine_name,
+            self.totals["verified"],
+            self.totals["mismatched"],
+        )
 
 
 def _parse(batch: Batch, kit: Kit, timed: Timed) -> tuple[list[_Row], list[Reject], int]:

@@ -13,6 +13,7 @@ import pickle
 import warnings
 from pathlib import Path
 
+from etl import storage
 from etl.errors import EtlError
 
 # Many workers that start at once on few cores are slow at everything; that is no news of a slow disk.
@@ -23,6 +24,7 @@ if "ETL_WARM" in os.environ:
     kit = pickle.loads(Path(os.environ["ETL_WARM"]).read_bytes())  # noqa: S301
     with contextlib.suppress(EtlError):  # each worker meets the same error, and the client hears of it there
         kit.build()
+    storage.warm()
     # What the collector never touches again is not copied when it runs in a worker.
     gc.collect()
     gc.freeze()

@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import email.utils
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -29,7 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
+import aiobotocore.session
 import aiohttp
+import botocore.loaders
 import fsspec
 import fsspec.asyn
 import s3fs
@@ -639,11 +642,36 @@ def _sync(fs: Any, call: Callable[[Any], Awaitable[dict[str, Any]]]) -> dict[str
     return reply
 
 
+@functools.cache
+def _descriptions() -> Any:
+    """The loader of botocore's service descriptions, which keeps what it has parsed: one for all of a process."""
+    return botocore.loaders.create_loader()
+
+
+def _session(profile: str | None = None) -> Any:
+    """A session that reads credentials anew, and service descriptions not again."""
+    session = aiobotocore.session.AioSession(profile=profile)
+    session.register_component("data_loader", _descriptions())
+    return session
+
+
+def warm() -> None:
+    """Parse what every client needs, without a connection: a process forked from this one finds it done."""
+
+    async def make_client() -> None:
+        made_up = {"aws_access_key_id": "-", "aws_secret_access_key": "-", "region_name": "us-east-1"}
+        async with _session().create_client("s3", **made_up):
+            pass
+
+    asyncio.run(make_client())
+
+
 class _Connection:
     """One s3fs file system for a process and a set of options; made at first use, renewed when credentials expire."""
 
     def __init__(self, storage: Storage) -> None:
         self._arguments = _s3_arguments(storage)
+        self._profile = storage.profile
         self._lock = threading.Lock()
         self._fs: Any = None
         shown = storage.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -663,7 +691,9 @@ class _Connection:
             return self._fs
 
     def _make(self) -> Any:
-        fs = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False, **self._arguments)
+        fs = s3fs.S3FileSystem(
+            skip_instance_cache=True, use_listings_cache=False, session=_session(self._profile), **self._arguments
+        )
         fs.retries = 1  # see _S3: repeating is ours
         return fs
 
@@ -709,7 +739,7 @@ def _s3_arguments(storage: Storage) -> dict[str, Any]:
             raise UsageError(f"--storage-option {name} is unknown; known are {', '.join(known)}, botocore's Config")
     client |= rest.pop("client_kwargs", {})
     config |= rest.pop("config_kwargs", {})
-    named = {"endpoint_url": storage.endpoint_url, "profile": storage.profile}
+    named = {"endpoint_url": storage.endpoint_url}
     return {
         "anon": storage.anon,
         "client_kwargs": client,

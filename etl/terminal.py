@@ -58,9 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in {"-h", "--help"}:
+    if not words:
+        raise UsageError(f"name a command: {', '.join(COMMANDS)}; see python -m etl --help")
+    if words[0] in {"-h", "--help"}:
         print(HELP)
-        return 0 if words else 2
+        return 0
     command, rest = words[0], words[1:]
     if command in LATER:
         raise UsageError(f"etl {command}: not yet")

@@ -40,18 +40,17 @@ def play(
     `command` is the command line's own entry, so that the demo goes the way a user's run goes; `say` prints a line.
     """
     began = time.monotonic()
-    with start_server() as endpoint, _environment({**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}):
+    with serve_sample() as (endpoint, source):
         client = _client(endpoint)
-        uploaded = _upload_sample(client)
-        say(f"embedded S3 server at {endpoint}, {uploaded} objects in s3://{BUCKET}/completions/")
-        words = ["run", f"s3://{BUCKET}/completions/", f"s3://{BUCKET}/tokens/", "--tokenizer", TOKENIZER]
+        say(f"embedded S3 server at {endpoint}, the sample in {source}")
+        words = ["run", source, f"s3://{BUCKET}/tokens/", "--tokenizer", TOKENIZER]
         words += ["--partition-bytes", "64KiB"]
         say(f"$ python -m etl {' '.join(words)}\n")
         # The sample carries a few bad lines on purpose: under 1 %.
         exit_code = command([*words, "--workers", "2"])
         copied = _copy_output(client, COPY)
         if exit_code == 0:
-            words = ["preview", f"s3://{BUCKET}/completions/", "--tokenizer", TOKENIZER, "-n", "2"]
+            words = ["preview", source, "--tokenizer", TOKENIZER, "-n", "2"]
             say(f"\n$ python -m etl {' '.join(words)}\n")
             exit_code = command(words)
         say(_farewell(len(copied), time.monotonic() - began))
@@ -61,6 +60,17 @@ def play(
                 while True:
                     time.sleep(3600)
     return exit_code
+
+
+@contextlib.contextmanager
+def serve_sample() -> Iterator[tuple[str, str]]:
+    """An embedded S3 server that holds the sample; yields its endpoint and the sample's URL.
+
+    Until it ends, the environment of this process and its children leads to that server.
+    """
+    with start_server() as endpoint, _environment({**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}):
+        _upload_sample(_client(endpoint))
+        yield endpoint, f"s3://{BUCKET}/completions/"
 
 
 @contextlib.contextmanager
@@ -85,13 +95,12 @@ def _client(endpoint: str) -> Any:
     return boto3.client("s3", endpoint_url=endpoint)
 
 
-def _upload_sample(client: Any) -> int:
+def _upload_sample(client: Any) -> None:
     client.create_bucket(Bucket=BUCKET)
     sample = importlib.resources.files("etl") / "data" / "sample"
     names = sorted(entry.name for entry in sample.iterdir() if not entry.name.startswith("."))
     for name in names:
         client.put_object(Bucket=BUCKET, Key=f"completions/{name}", Body=(sample / name).read_bytes())
-    return len(names)
 
 
 def _copy_output(client: Any, folder: Path) -> list[Path]:

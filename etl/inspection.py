@@ -102,6 +102,8 @@ said and is not trained; `text`, `prompt` and `generated` are rows without messa
 CONTINUES: Final = "\N{MIDLINE HORIZONTAL ELLIPSIS}"
 """Stands for a token that only continues a character."""
 
+HOW_TO_READ: Final = f"{CONTINUES} goes on with a character; ⏎ → ␀ ⟨NBSP⟩ are invisible characters"
+
 _EXAMPLE: Final = 44
 _NAMES: Final = {
     "\t": "→",
@@ -669,7 +671,8 @@ def _judge(question: _Question, tokens: Sequence[Token], *, expanded: bool) -> L
         says = "trained"
     else:
         says = "trained, in a row of its own" if expanded else f"partly: {trained} of {len(tokens)} tokens"
-    return LegendLine(question.piece, question.what, trained > 0, says, "".join(token.text for token in tokens))
+    shown = [token for token in tokens if token.trained] if trained and expanded else tokens
+    return LegendLine(question.piece, question.what, trained > 0, says, "".join(token.text for token in shown))
 
 
 # --- what the legend asks ---
@@ -692,7 +695,7 @@ def _ask(piece: str, what: str, row: str, *also: str, message: int | None = 1) -
 _QUESTIONS: Final = (
     _ask("system", "system text", "system", message=None),
     _ask("user", "user text", "bare", message=None),
-    _ask("tool", "results of tools", "calls", message=None),
+    _ask("tool", "results of tools", "results", message=None),
     _ask("header", "role header of a reply", "bare"),
     _ask("opener", "tag that opens a thought", "thought"),
     _ask("thinking", "thought, with what closes it", "thought", "dropped"),
@@ -721,7 +724,8 @@ def _probe_rows(*, thinks: bool) -> dict[str, dict[str, Any]]:
         "system": {"messages": [{"role": "system", "content": "Be brief."}, _USER, bare]},
         "bare": {"messages": [_USER, bare]},
         "thought": {"messages": [_USER, thought]},
-        "calls": {"messages": [_USER, call, _RESULT, bare], "tools": [_TOOL]},
+        "calls": {"messages": [_USER, call], "tools": [_TOOL]},
+        "results": {"messages": [_USER, call, _RESULT, bare], "tools": [_TOOL]},
         "turns": {"messages": [_USER, bare, _USER, bare]},
         "thoughts": {"messages": [_USER, thought, _USER, thought]},
         "cut": {"messages": [_USER, thought if thinks else bare], "finish_reason": "length"},
@@ -732,18 +736,18 @@ def _probe_rows(*, thinks: bool) -> dict[str, dict[str, Any]]:
 
 _PAGE_STYLE: Final = "<style>:root{color-scheme:light dark}body{margin:0}</style>"
 _CSS: Final = (
-    ".etl-preview{--fg:#1b1b1b;--bg:#fff;--off:#5f5f5f;--line:#8885;color:var(--fg);background:var(--bg);padding:1rem;"
+    ".etl-preview{--fg:#1b1b1b;--bg:#fff;--off:#5f5f5f;--line:#888a;color:var(--fg);background:var(--bg);padding:1rem;"
     "font:14px/1.55 system-ui,sans-serif}"
     ".etl-preview table{border-collapse:collapse;margin:.4rem 0 1rem;color:inherit}"
     ".etl-preview td{text-align:left;vertical-align:top;padding:.1rem .9rem .1rem 0;background:none}"
     ".etl-preview code,.etl-preview .x{font:13px/1.6 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;"
     "white-space:pre-wrap;overflow-wrap:anywhere;color:inherit;background:none}"
-    ".etl-preview .w{border-radius:3px;padding:0 .35rem}"
+    ".etl-preview .w{border-radius:3px;padding:0 .35rem;white-space:nowrap}"
     ".etl-preview .r{border-top:1px solid var(--line);margin-top:1rem;padding-top:.6rem}"
     ".etl-preview .s{display:grid;grid-template-columns:7.5rem 1fr}"
     ".etl-preview .s>b{font-weight:400;color:var(--off);white-space:pre}"
     ".etl-preview .s.on>b{font-weight:700;color:var(--fg)}"
-    ".etl-preview .t{border-left:1px solid var(--off);color:var(--off);unicode-bidi:isolate}"
+    ".etl-preview .t{border-left:1px solid var(--line);color:var(--off);unicode-bidi:isolate}"
     ".etl-preview .on .t{color:var(--fg);background:var(--k);border-bottom:2px solid var(--off)}"
     ".etl-preview .i{opacity:.6}"
     ".etl-preview .bad{color:#fff;background:#b3261e;padding:.2rem .5rem;font-weight:700;overflow-wrap:anywhere}"
@@ -771,7 +775,8 @@ def _style() -> str:
 def _html_legend(preview: Preview) -> str:
     table = "".join(map(_html_legend_line, preview.legend))
     notes = "".join(f"<p>note: {escape(note)}</p>" for note in preview.notes)
-    return html_section(preview.subject, f"<table>{table}</table>{notes}")
+    key = f"<p>{escape('+ is trained; a bar stands before each token; ' + HOW_TO_READ)}</p>"
+    return html_section(preview.subject, f"<table>{table}</table>{notes}{key}")
 
 
 def _html_legend_line(line: LegendLine) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
-from etl.inspection import CONTINUES, PIECES, LegendLine, Preview, ShownRow, Token, one_line, show_token, visible
+from etl.inspection import HOW_TO_READ, PIECES, LegendLine, Preview, ShownRow, Token, one_line, show_token, visible
 from etl.pages import printable
 
 Run: TypeAlias = tuple[str, str]
@@ -28,9 +28,7 @@ def text_lines(preview: Preview, *, colour: bool) -> Iterator[list[Run]]:
     yield []
     yield from (_legend_runs(line) for line in preview.legend)
     between = "shades tell tokens apart" if colour else f"{_BREAK} stands between tokens"
-    yield [
-        (f"+ is trained; {between}; {CONTINUES} goes on with a character; ⏎ → ␀ ⟨NBSP⟩ are invisible characters", "dim")
-    ]
+    yield [(f"+ is trained; {between}; {HOW_TO_READ}", "dim")]
     for row in preview.rows:
         yield []
         yield from _row_lines(row, colour=colour)
@@ -42,7 +40,7 @@ def _legend_runs(line: LegendLine) -> list[Run]:
     return [
         ("+ " if line.trained else "  ", "bold"),
         (f"{line.what:<38}", style),
-        (f" {line.says}", ""),
+        (f" {line.says:<12}", ""),
         (example, "dim"),
     ]
 

@@ -1,4 +1,4 @@
-"""RunConfig -> Preview: the first rows of INPUT as `run` would make them, token by token, with every piece named.
+"""RunConfig -> Preview: the first rows of INPUT as `run` would write them, token by token, every piece named.
 
     INPUT ─read no further than needed→ Line ─the run's own stages→ ids, mask, rejects ─┐
                               Conversation ─render, once for each switch→ pieces ───────┴→ Token … → Preview → HTML

@@ -55,7 +55,7 @@ def source_files() -> list[Path]:
 
 
 def paragraphs(rng: random.Random, wanted: int) -> list[str]:
-    """About `wanted` characters of distinct pieces of 60 to 1,200, without control tokens, in a drawn order."""
+    """About `wanted` characters of distinct pieces of 60 to 1,200, no tables of numbers or control tokens, in a drawn order."""
     files = source_files()
     rng.shuffle(files)
     seen: dict[str, None] = {}
@@ -67,12 +67,17 @@ def paragraphs(rng: random.Random, wanted: int) -> list[str]:
             continue
         text = path.read_text("utf-8", "replace").replace("<|", "<").replace("think>", "thought>")
         for piece in map(str.strip, re.split(r"\n\s*\n", text)):
-            if 60 <= len(piece) <= 1200 and piece not in seen:
+            if 60 <= len(piece) <= 1200 and piece not in seen and not _is_numbers(piece):
                 seen[piece] = None
                 size += len(piece) + 2
     pieces = list(seen)
     rng.shuffle(pieces)
     return pieces
+
+
+def _is_numbers(piece: str) -> bool:
+    # tables of expected values, of which scientific packages hold more than anybody's thoughts do
+    return sum(map(str.isdigit, piece)) > len(piece) / 10
 
 
 class Writer:

@@ -79,14 +79,15 @@ _CALL: Final = st.builds(
     st.sampled_from(["f", "g", "look_up"]),
     _ARGUMENTS,
 )
-_REPLY: Final = st.fixed_dictionaries(
-    {"role": st.just("assistant"), "content": _ANSWERS | _ANSWERS | _INLINE},
-    optional={
-        "reasoning_content": _THOUGHTS,
-        "tool_calls": st.lists(_CALL, min_size=1, max_size=2),
-        "train": st.booleans(),
-        "finish_reason": st.sampled_from(["stop", "length"]),
-    },
+_MORE: Final[dict[str, st.SearchStrategy[Any]]] = {
+    "tool_calls": st.lists(_CALL, min_size=1, max_size=2),
+    "train": st.booleans(),
+    "finish_reason": st.sampled_from(["stop", "length"]),
+}
+_BEGUN: Final = {"role": st.just("assistant")}
+_REPLY: Final = st.one_of(
+    *[st.fixed_dictionaries(_BEGUN | {"content": _ANSWERS}, optional=_MORE | {"reasoning_content": _THOUGHTS})] * 2,
+    st.fixed_dictionaries(_BEGUN | {"content": _INLINE}, optional=_MORE),
 )
 _ASKED: Final = st.fixed_dictionaries({"role": st.just("user"), "content": _between("αω")})
 _RESULT: Final = st.fixed_dictionaries(
@@ -230,7 +231,9 @@ def _require_owners(conversation: Conversation, rendered: Rendered, config: RunC
     left_out = 0
     for found in ANSWER.finditer(rendered.text):
         part = trained[slice(*found.span())]
-        assert part.all() or not part.any(), f"half trained: {found[0]!r} in {rendered.text!r}"
+        # an answer up to a closing tag is a thought where the prompt has opened one
+        whole = part.all() or not part.any() or (config.no_train_reasoning and "</think>" in found[0])
+        assert whole, f"half trained: {found[0]!r} in {rendered.text!r}"
         left_out += not part.any()
     for found in THOUGHT.finditer(rendered.text):
         part = trained[slice(*found.span())]

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,9 +115,7 @@ def test_a_worker_killed_in_the_middle_costs_no_row(s3: Any, bucket: str) -> Non
     assert sorted(stored(result.output).table["id"].to_pylist()) == [f"{i:02}-{j}" for i in range(30) for j in range(2)]
 
 
-def test_the_dashboard_keeps_to_loopback_and_moves_where_its_port_is_taken(
-    bucket: str, qwen36: TokenizerSpec
-) -> None:
+def test_the_dashboard_keeps_to_loopback_and_moves_where_its_port_is_taken(bucket: str, qwen36: TokenizerSpec) -> None:
     import socket
 
     with socket.socket() as taken:
@@ -222,3 +222,34 @@ def test_a_profile_report_is_one_file_that_needs_nothing_else(s3: Any, bucket: s
     page = report.read_text()
     assert "read-tokenize" in page
     assert not re.search(r"<script[^>]+src=.https?://", page)
+
+
+def test_workers_get_the_memory_limit_tls_and_no_dashboard_that_were_asked_for(
+    bucket: str, qwen36: TokenizerSpec
+) -> None:
+    options = config(bucket, workers=1, memory_limit="3GiB", tls=True, no_dashboard=True)
+    with cluster.connect(options, PackedKit.pack("kit", qwen36, options)) as connected:
+        (worker,) = connected.scheduler_info()["workers"].values()
+        assert worker["memory_limit"] == 3 * 2**30
+        assert connected.scheduler.address.startswith("tls://127.0.0.1:")
+        port = connected.scheduler_info()["services"]["dashboard"]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=10)
+
+
+def test_without_a_limit_a_worker_gets_its_share_but_never_less_than_a_gibibyte(bucket: str) -> None:
+    assert cluster.memory_limit(config(bucket), 1_000_000) == 2**30
+    assert cluster.memory_limit(config(bucket), 1) > cluster.memory_limit(config(bucket), 4) > 2**30
+
+
+def test_a_quiet_run_says_nothing_but_its_json(s3: Any, bucket: str, client: Client, capsys: Any) -> None:
+    from etl.terminal import main
+
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    words = ["run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6"]
+    words += ["--endpoint-url", os.environ["AWS_ENDPOINT_URL"], "--scheduler", client.scheduler.address]
+    assert main([*words, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main([*words, "--quiet", "--json", "--engine", "transformers"]) == 0
+    said = capsys.readouterr()
+    assert (said.out.count("\n"), said.err) == (1, "")

@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 from etl import jobs
 from tests import test_jobs, test_lease
 from tests.jobs import QWEN36, config, etl, jsonl, small_rows, stored, upload
-from tests.servers import SECRET_KEY, S3Server, start_proxy, start_seaweedfs
+from tests.servers import ACCESS_KEY, SECRET_KEY, S3Server, start_proxy, start_seaweedfs
 from tests.test_jobs import run, scheduler  # noqa: F401 - fixtures
 from tests.test_lease import storage, url  # noqa: F401 - fixtures
 
@@ -62,17 +62,17 @@ def test_a_wrong_secret_is_one_line_and_2_and_writes_nothing(s3: Any, bucket: st
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("words", "env", "says"),
+    ("words", "key", "says"),
     [
-        ((), {"AWS_ACCESS_KEY_ID": "nobody"}, "the store does not know the access key"),
-        (("--anon",), {}, "access denied"),
+        ((), "nobody", "the store does not know the access key"),
+        (("--anon",), ACCESS_KEY, "access denied"),
     ],
 )
 def test_who_is_not_known_is_refused_in_one_line(
-    s3: Any, bucket: str, words: tuple[str, ...], env: dict[str, str], says: str
+    s3: Any, bucket: str, words: tuple[str, ...], key: str, says: str
 ) -> None:
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(2))})
-    done = etl(*command(bucket, *words), **env)
+    done = etl(*command(bucket, *words), AWS_ACCESS_KEY_ID=key)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert says in line

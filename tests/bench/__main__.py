@@ -223,7 +223,7 @@ def show_latency(bench: Bench) -> None:
 def parse_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--rows", type=int, default=20_000, help="rows of etl's runs")
+    parser.add_argument("--rows", type=int, default=16_000, help="rows of etl's runs")
     parser.add_argument("--rival-rows", type=int, help="rows of the other recipes' runs; default a tenth")
     parser.add_argument("--scale-rows", type=int, help="rows of 1x in `scale`; default a quarter")
     parser.add_argument("--rounds", type=int, default=3)

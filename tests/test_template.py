@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import transformers.utils.chat_template_utils as reference
 
 from etl.config import RunConfig
@@ -33,7 +34,16 @@ def _pinned_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "datetime", Pinned)
 
 
+def _aliased(message: Message) -> Message:
+    """As transformers 5 hands reasoning over, under every name that templates read; etl does so, 4 does not."""
+    fields = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[key] for key in fields if message.get(key) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
 def _theirs(source: str, messages: list[Message], **more: Any) -> str | None:
+    if transformers.__version__.startswith("4."):
+        messages = [_aliased(message) for message in messages]
     try:
         texts, _ = reference.render_jinja_template(
             [messages], chat_template=source, bos_token="<s>", eos_token="</s>", **more

@@ -258,10 +258,12 @@ class Books:
         """Judge the run; write SUCCESS if all is done and within the limits."""
         result = self._totals()
         result.exit_code, result.error = self._verdict()
-        if result.exit_code == 0 and (self.seen.todo or self.seen.changed or not self.seen.finished):
-            storage = self.seen.storage
-            ledger.number_rejects(storage, self.places, self.seen.plan, self.receipts)
-            ledger.write_success(storage, self.places, self.seen.plan, result.as_dict() | {"counts": self._counts()})
+        if not self.stopped and (self.seen.todo or self.seen.changed or not self.seen.finished):
+            storage, plan = self.seen.storage, self.seen.plan
+            # also of a run that ends with 1: its rejects are what is looked at next
+            ledger.number_rejects(storage, self.places, plan, self.receipts)
+            if result.exit_code == 0:
+                ledger.write_success(storage, self.places, plan, result.as_dict() | {"counts": self._counts()})
         return result
 
     def _verdict(self) -> tuple[int, str | None]:

@@ -332,12 +332,16 @@ def read_receipts(storage: Storage, places: Places, plan: Plan) -> dict[str, dic
 
 
 def number_rejects(storage: Storage, places: Places, plan: Plan, receipts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Fill in `line` of the rejects in later ranges of a cut object, now that the lines before them are counted."""
+    """Fill in `line` of the rejects in later ranges of a cut object, where the lines before them are all counted."""
     before: Counter[str] = Counter()
+    uncounted: set[str] = set()
     for partition in plan.partitions:
-        receipt = receipts[partition.stem]
+        receipt = receipts.get(partition.stem)
         first = partition.ranges[0]
-        if first.start > 0 and receipt["rejected"]:
+        if receipt is None:
+            uncounted.add(first.url)
+            continue
+        if first.start > 0 and receipt["rejected"] and first.url not in uncounted:
             body = storage.get(places.rejects(partition.stem)) or b""
             records = [json.loads(line) for line in body.splitlines()]
             if any("line_in_range" in record for record in records):

@@ -43,19 +43,20 @@ OTHERS, ANSWER, THOUGHT = (re.compile(f"{a}[^{a}{b}]*{b}") for a, b in ("αω", 
 # --- what is drawn ---
 
 _PIECES: Final = (
-    *("ok", "the answer", "x", "A", "7", "4200", "'s", "def f():\n\treturn 1\n", '{"a": "b"}', "[", "{{ x }}", "{% y %}"),
+    *("ok", "the answer", "x", "A", "7", "4200", "'s", "def f():\n\treturn 1\n", '{"a": "b"}', "[", "{{ x }}"),
     *("", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\x0b", "\x1c", "\x85", "\u2028", "\u00a0", "\u3000", "\u200b"),
     *("é", "e\u0301", "\u0301", "\u0316", "\u0338", "\u212b", "\u0958", "한", "\u1112\u1161\u11ab", "क़", "ี่", "שׁ"),
     *("日本。", "👍🏽", "👨‍👩‍👧", "\ufe0f", "𝔘", "\x00", "\ufeff", "ſ", "İ", "▁", "\ue001", "\U000f0001", "ﬁ"),
     *("<think>", "</think>", "<think>\n\n</think>\n\n", "<think>\nwhy\n</think>\n\n", "[THINK]", "</", "<", "|>"),
     *("<|im_start|>", "<|im_end|>", "<|im_start|>assistant\n", "<|eot_id|>", "<|start_header_id|>", "</s>", "<s>"),
-    *("<end_of_turn>", "<start_of_turn>model\n", "<bos>", "<|start|>", "<|end|>", "<|return|>", "<|message|>", "<|call|>"),
-    *("<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<tool_call>", "</tool_call>", "<|endoftext|>", "<|user|>", "<|end", "[/INST]"),
+    *("<end_of_turn>", "<start_of_turn>model\n", "<bos>", "<|start|>", "<|end|>", "<|return|>", "<|message|>"),
+    *("<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<tool_call>", "</tool_call>", "<|endoftext|>", "<|user|>"),
+    *("<|end", "[/INST]", "<|call|>", "{% y %}"),
 )
 
 
 def _mixtures(count: int) -> list[str]:
-    """Pieces, and mixtures of up to six: drawn as one, since what hypothesis does for each draw costs more than ours."""
+    """Pieces, and mixtures of up to six: drawn as one, since each draw costs hypothesis more than us."""
     draw = random.Random(5)
     return [*_PIECES, *("".join(draw.choices(_PIECES, k=draw.randint(2, 6))) for _ in range(count))]
 
@@ -72,7 +73,7 @@ _THOUGHTS: Final = st.none() | _between("ρσ") | _between("ρσ") | TEXT
 _UNCLOSED: Final = TEXT.filter(lambda text: "</think>" not in text and "[THINK]" not in text)
 _INLINE: Final = st.builds("<think>\n{}\n</think>\n\n{}".format, _between("ρσ", _UNCLOSED), _between("κλ"))
 _ARGUMENTS: Final = st.sampled_from(
-    [{}, {"city": "Málaga"}, {"n": 3, "b": [True, None, {"c": "z\n"}]}, {"s": '"<|im_end|>"'}, "{broken", '{"a": 1}', ""]
+    [{}, {"city": "Málaga"}, {"n": 3, "b": [True, None, {"c": "z"}]}, {"s": '"<|im_end|>"'}, "{broken", '{"a": 1}', ""]
 )
 _CALL: Final = st.builds(
     lambda name, arguments: {"id": "call12345", "type": "function", "function": {"name": name, "arguments": arguments}},
@@ -165,15 +166,15 @@ class Bench:
             _require_owners(conversation, rendered, config, tags=template.has_tags)
 
     def _render(self, item: Conversation | Reject, template: ChatTemplate, config: RunConfig) -> Rendered | None:
-        try:
-            if isinstance(item, Reject):
-                raise RowError(item.reason, item.detail)
-            rendered = render(item, template, config)
-        except RowError as error:
-            assert error.reason in REASONS
-            self.outcomes[f"reject {error.reason}"] += 1
-            return None
-        self.outcomes["row"] += 1
+        reason = item.reason if isinstance(item, Reject) else ""
+        rendered = None
+        if isinstance(item, Conversation):
+            try:
+                rendered = render(item, template, config)
+            except RowError as error:
+                reason = error.reason
+        assert rendered is not None or reason in REASONS
+        self.outcomes[f"reject {reason}" if rendered is None else "row"] += 1
         return rendered
 
     def _require_true(self, rendered: Rendered, ids: list[int], mask: list[int]) -> None:
@@ -187,17 +188,18 @@ class Bench:
 
 
 class Text:
-    """A rendered text as the tokenizer gives it back: NFC, between added tokens, or with its blanks, by its own JSON."""
+    """A rendered text as the tokenizer gives it back: NFC between added tokens, or with its own blanks."""
 
     def __init__(self, plain: tokenizers.Tokenizer) -> None:
-        kept = [t.content for t in plain.get_added_tokens_decoder().values() if not t.normalized]
-        self._added = re.compile("|".join(map(re.escape, sorted(kept, key=len, reverse=True))) or r"(?!)")
+        kept: list[str] = []
         normalizer = str(plain.normalizer)
         self._change: Callable[[str], str] = str
         if "NFC" in normalizer:
             self._change = functools.partial(unicodedata.normalize, "NFC")
+            kept = [token.content for token in plain.get_added_tokens_decoder().values() if not token.normalized]
         elif "Replace" in normalizer:
             self._change = lambda text: text.replace("▁", " ")
+        self._added = re.compile("|".join(map(re.escape, sorted(kept, key=len, reverse=True))) or r"(?!)")
 
     def normalised(self, rendered: Rendered) -> str:
         out, at = "", 0
@@ -282,5 +284,6 @@ def test_fifty_thousand_conversations_under_every_template_and_tokenizer(materia
     bench.outcomes.clear()
     share = -(-CASES // len(FAMILIES))
     tried = _fuzz(bench, bench.names, -(-share // ROWS_AT_ONCE))
-    print(f"\n{family}: {tried} conversations in {time.monotonic() - began:.0f} s, {dict(bench.outcomes.most_common())}")
+    seconds = time.monotonic() - began
+    print(f"\n{family}: {tried} conversations in {seconds:.0f} s, {dict(bench.outcomes.most_common())}")
     assert tried >= share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import bz2
 import codecs
 import contextlib
@@ -25,14 +26,14 @@ import pytest
 import zstandard
 
 from etl.config import RunConfig
-from etl.ledger import encode_rejects
+from etl.ledger import encode_json, encode_rejects, number_rejects, open_output, read_receipts
 from etl.lines import Batch
 from etl.pipeline import Kit, Outcome, build_kit, transform
 from etl.records import Line, Partition
 from etl.tables import serialize
 from etl.tokenizer import load_tokenizer
 from tests.chats import DATE
-from tests.jobs import QWEN36, Stored, stored
+from tests.jobs import QWEN36, Stored, chat, jsonl, small_rows, stored
 from tests.outputs import make_output
 
 Row = dict[str, Any]
@@ -86,7 +87,10 @@ SHAPES: Final[tuple[tuple[Callable[[random.Random], Row], int], ...]] = (
     (_tool_call, 1),
     (lambda draw: {"prompt": "Hi", "completion": f"<think>\nhm\n</think>\n\n{draw.random()}"}, 1),
     (lambda draw: {"prompt": [_user(draw)], "response": [_reply(draw)], "finish_reason": "length"}, 1),
-    (lambda draw: {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": str(draw.random())}]}, 1),
+    (
+        lambda draw: {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": draw.choice("ab")}]},
+        1,
+    ),
     (lambda draw: {"instruction": "Add", "input": str(draw.random()), "output": "2"}, 1),
     (_batch_output, 1),
     (lambda draw: {"messages": [_user(draw)], "choices": [{"message": _reply(draw)} for _ in range(3)]}, 3),
@@ -128,7 +132,7 @@ def _dressed(draw: random.Random) -> Wild:
 def _said(draw: random.Random) -> Wild:
     """A row whose text is odd, and is kept."""
     odd = draw.choice(
-        ["a\u2028b\u0085c", "a\u0000b", "😀", "<|im_end|>", "x" * draw.choice([10, 70_000]), "e\u0301", "\ufeff", "\r\n"]
+        ["\u2028b\u0085c", "\u0000", "😀", "<|im_end|>", "x" * draw.choice([10, 70_000]), "e\u0301", "\ufeff", "\r\n"]
     )
     reply = {"role": "assistant", "content": odd + "."}
     return Wild(_spell(draw, {"messages": [{"role": "user", "content": odd}, reply]}), 1)
@@ -170,15 +174,17 @@ def _of_no_use(draw: random.Random) -> Wild:
     user = b'{"role": "user", "content": "x"}'
     return draw.choice(
         [
-            *(rejected(raw, "shape") for raw in (b"null", b"7", b'"x"', b"true", b"{}", b'{"a": 1}', b'{"messages": []}')),
+            *(rejected(raw, "shape") for raw in (b"null", b"7", b'"x"', b"true", b"{}", b'{"messages": []}')),
             *(rejected(raw, "json") for raw in (b"nul", b"{'a': 1}", b"\x0b", b",", b"}", b'{"x": ' + deep + b"}")),
             rejected(b'{"messages": [null, ' + user + b"]}", "shape"),
             rejected(b'{"messages": [{"content": "x"}]}', "shape"),
             rejected(b'{"messages": [' + user + b', {"role": "assistant", "content": 7}]}', "shape"),
-            rejected(b'{"messages": [' + user + b', {"role": "assistant", "content": [{"type": "image_url"}]}]}', "part"),
+            rejected(b'{"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}', "part"),
             rejected(b'{"messages": [' + user + b"]}", "no_loss_tokens"),
             rejected(b'{"messages": [{"role": "oracle", "content": "x"}, {"role": "assistant"}]}', "template", "role"),
-            rejected(b'{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}]}', "template"),
+            rejected(
+                b'{"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]}', "template"
+            ),
             rejected(b'{"text": "\\udc00"}', "encoding"),
             rejected(b'{"text": ""}', "no_loss_tokens"),
             rejected(b'{"prompt_token_ids": [1], "token_ids": [999999]}', "tokenizer"),
@@ -201,8 +207,17 @@ def _mutated(draw: random.Random) -> Wild:
 
 
 KINDS: Final = {
-    **{_plain: 30, _dressed: 15, _said: 8, _doubled_key: 3},
-    **{_torn: 8, _glued: 6, _array: 3, _not_utf8: 5, _of_no_use: 9, _blank: 6, _mutated: 15},
+    _plain: 30,
+    _dressed: 15,
+    _said: 8,
+    _doubled_key: 3,
+    _torn: 8,
+    _glued: 6,
+    _array: 3,
+    _not_utf8: 5,
+    _of_no_use: 9,
+    _blank: 6,
+    _mutated: 15,
 }
 
 
@@ -232,7 +247,10 @@ def see(output: Path, source: Path) -> Seen:
     found: Stored = stored(str(output))
     columns = ("source_offset", "choice", "id", "input_ids", "loss_mask")
     table = [found.table[name].to_pylist() for name in columns]
-    rows = {(at, choice): (name.replace(str(source), ""), *rest) for at, choice, name, *rest in zip(*table, strict=True)}
+    rows = {
+        (at, choice): (name.replace(str(source), ""), ids, mask)
+        for at, choice, name, ids, mask in zip(*table, strict=True)
+    }
     assert len(rows) == found.table.num_rows
     rejects: dict[int, list[Row]] = {}
     for record in found.rejects:
@@ -271,8 +289,6 @@ def require_fate(lines: list[Wild], seen: Seen) -> None:
 
 
 def raw_of(record: Row) -> bytes:
-    import base64
-
     return record["raw"].encode() if "raw" in record else base64.b64decode(record["raw_base64"])
 
 
@@ -310,7 +326,7 @@ PACKERS: Final[dict[str, Callable[[bytes], bytes]]] = {
 
 
 def require_same_however_cut(folder: Path, lines: list[Wild], sizes: list[int | str], packed: list[str]) -> None:
-    """One file, plain in ranges of each size and packed, gives the same rows and rejects, and they are the right ones."""
+    """One file, plain in ranges of each size and packed, gives the same rows and rejects, and the right ones."""
     body = body_of(lines)
     if lines[-1].raw:
         body = body[:-1]  # the last line needs no line feed
@@ -341,27 +357,55 @@ def test_ten_thousand_wild_lines_give_the_same_rows_and_rejects_however_they_are
     print(f"\n{len(body_of(lines))} bytes, 11 times in {time.monotonic() - began:.0f} s")
 
 
+def test_the_rejects_of_a_run_with_too_many_of_them_are_numbered_too(tmp_path: Path) -> None:
+    lines = wild_lines(60, seed=5)
+    output = make_output(tmp_path, {"rows.jsonl": body_of(lines)}, partition_bytes=1_009, max_reject_share=0)
+    found = stored(str(output))
+    assert "__etl/SUCCESS" not in found.objects
+    assert len(found.receipts) > 5
+    require_fate(lines, see(output, tmp_path / "in" / "rows.jsonl"))
+
+
+def test_a_range_that_is_not_done_leaves_the_numbers_behind_it_open(tmp_path: Path) -> None:
+    body = jsonl(small_rows(3)) + b"{\n" + jsonl(small_rows(3)) + b"{\n" + jsonl(small_rows(3)) + b"{\n"
+    output = make_output(tmp_path, {"rows.jsonl": body}, partition_bytes=len(body) // 3 + 1)
+    storage, places, plan = open_output(str(output))
+    receipts = read_receipts(storage, places, plan)
+    assert [record["line"] for record in stored(str(output)).rejects] == [4, 8, 12]
+    for stem in receipts:
+        records = [json.loads(line) for line in (storage.get(places.rejects(stem)) or b"").splitlines()]
+        opened = [encode_json({**record, "line": None, "line_in_range": 1}) for record in records]
+        storage.put(places.rejects(stem), b"".join(opened))
+    second = plan.partitions[1].stem
+    number_rejects(storage, places, plan, {stem: r for stem, r in receipts.items() if stem != second})
+    assert [record["line"] for record in stored(str(output)).rejects] == [None, None, None]
+
+
 # --- hostile objects among good ones ---
 
 DEPTHS: Final = (30, 120, 200, 400, 480, 700, 990)
 WORDS: Final = (
-    *("messages", "prompt", "completion", "response", "body", "choices", "conversations", "instruction", "output", "text"),
+    *("messages", "prompt", "completion", "response", "body", "choices", "conversations", "instruction", "output"),
     *("role", "content", "reasoning_content", "thinking", "tool_calls", "function", "name", "arguments", "parameters"),
-    *("type", "properties", "items", "get", "keys", "values", "__class__", "", "id", "train", "weight", "finish_reason"),
-    *("tools", "documents", "chat_template_kwargs", "token_ids", "prompt_token_ids", "usage", "from", "value", "message"),
+    *("type", "properties", "items", "get", "keys", "values", "__class__", "", "id", "train", "weight"),
+    *("tools", "documents", "chat_template_kwargs", "token_ids", "prompt_token_ids", "usage", "from", "value"),
+    *("message", "finish_reason", "text"),
 )
 TEXTS: Final = (
-    *("", " ", "\n", "x", "<think>", "</think>", "<think>\nhalf", "a</think>b", "<|im_end|>", "<|im_start|>assistant\n"),
+    *("", " ", "\n", "x", "<think>", "</think>", "<think>\nhalf", "a</think>b", "<|im_end|>", "<|im_start|>user\n"),
     *("\ud83d", "\udc00x", "\x00", "\ufeff", "e\u0301\u0338", "\u0301" * 3000, "\ue000", "\uf8ff\U000f0000\U00100000"),
     *("a" * 100_000, "{" * 5000, "<" * 20_000, "<think>" * 2000, '{"a": ' * 300, '{"a": "\\ud800"}', "null", "NaN"),
     *("user", "assistant", "system", "tool", "developer", "length", "{{ 7 * 7 }}", "%s", "\u202e", "[" * 3000),
 )
-SCALARS: Final = (None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**30, 1e308, 0.5, -0.0, float("inf"), float("nan"))
+SCALARS: Final = (
+    *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**30, 1e308, 0.5, -0.0),
+    *(float("inf"), float("nan")),
+)
 OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {},
     {"turns": "expand", "control_tokens": "literal"},
     {"control_tokens": "reject", "truncated_completions": "reject", "keep": ("tools", "usage", "messages")},
-    {"turns": "last", "no_train_reasoning": True, "no_train_tool_calls": True, "max_length": 4000, "over_length": "truncate"},
+    {"turns": "last", "no_train_reasoning": True, "max_length": 4000, "over_length": "truncate"},
 )
 TEMPLATES: Final = (None, "gptoss", "deepseekv3", "llama3_1", "gemma4_v5", "glm4moe", "qwen2_5", "cohere2")
 
@@ -404,7 +448,8 @@ def hostile_object(draw: random.Random) -> Any:
         places = list(itertools.islice(_places(row), 400))
         if not places:
             break
-        container, key = draw.choice(places)
+        deeper = [place for place in places if place[0] is not row]
+        container, key = draw.choice(deeper if deeper and draw.random() < 0.7 else places)
         kind = draw.random()
         if kind < 0.6:
             container[key] = hostile_value(draw)
@@ -433,7 +478,7 @@ def untimed(_stage: str) -> Iterator[None]:
 
 
 def _neighbour(i: int) -> bytes:
-    return orjson.dumps({"id": f"good-{i}", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"ok {i}"}]})
+    return orjson.dumps(chat(f"good-{i}", "Hi", f"ok {i}"))
 
 
 def make_kit(template: Path | None, options: dict[str, Any]) -> Kit:

@@ -51,7 +51,8 @@ class Made:
     @property
     def ids(self) -> list[list[int]]:
         """Token ids of each row."""
-        return self.table["input_ids"].to_pylist()
+        ids: list[list[int]] = self.table["input_ids"].to_pylist()
+        return ids
 
     @property
     def turn(self) -> str:
@@ -88,7 +89,9 @@ class Bench:
 
 @functools.cache
 def _bench(material: Path, template: str | None, tokenizer: str, options: str) -> Bench:
-    more = {} if template is None else {"chat_template": str(material / "templates" / f"{template}.jinja")}
+    more: dict[str, Any] = (
+        {} if template is None else {"chat_template": str(material / "templates" / f"{template}.jinja")}
+    )
     name = tokenizer if tokenizer == QWEN36 else str(material / "tokenizers" / tokenizer)
     config = RunConfig(input="x", tokenizer=name, verify_share=1, **more, **json.loads(options))
     spec = load_tokenizer(config)
@@ -303,7 +306,7 @@ def test_a23_b06_a_row_is_what_it_is_alone(qwen3: Bench) -> None:
         return {"type": "function", "function": {"name": "f", "parameters": {"properties": {name: {"type": "string"}}}}}
 
     exchange = [HI, say("ok")]
-    rows = [
+    rows: list[Row] = [
         {"messages": exchange},
         {"messages": exchange, "tools": []},
         {"messages": exchange, "tools": [tool("a")], "extra": {"deep": [1]}},
@@ -340,7 +343,10 @@ def test_b03_a_lone_surrogate_is_a_reject_and_a_pair_is_one_character(qwen3: Ben
 
 def test_b05_a_field_may_change_its_type_from_row_to_row(qwen3: Bench) -> None:
     made = qwen3.make(
-        *({"messages": [ask(content), say("ok")]} for content in ("Hi", [{"type": "text", "text": "Hi"}], None))
+        *(
+            {"messages": [{"role": "user", "content": content}, say("ok")]}
+            for content in ("Hi", [{"type": "text", "text": "Hi"}], None)
+        )
     )
     assert made.ids[0] == made.ids[1]
     assert made.shown[2].startswith("<|im_start|>user\n<|im_end|>\n")

@@ -156,7 +156,7 @@ class Bench:
             (item, rendered)
             for row in rows
             for item in parse_row(row, config, template.traits)
-            if (rendered := self._render(item, template, config)) is not None
+            if (rendered := self._render(item, template, config)) is not None and isinstance(item, Conversation)
         ]
         encoded = self.encoder.encode([rendered for _, rendered in done])
         assert encoded.failed == {}

@@ -289,7 +289,7 @@ def require_fate(lines: list[Wild], seen: Seen) -> None:
 
 
 def raw_of(record: Row) -> bytes:
-    return record["raw"].encode() if "raw" in record else base64.b64decode(record["raw_base64"])
+    return str(record["raw"]).encode() if "raw" in record else base64.b64decode(record["raw_base64"])
 
 
 def plausible(raw: bytes) -> set[str]:
@@ -482,7 +482,7 @@ def _neighbour(i: int) -> bytes:
 
 
 def make_kit(template: Path | None, options: dict[str, Any]) -> Kit:
-    more = {} if template is None else {"chat_template": str(template)}
+    more: dict[str, Any] = {} if template is None else {"chat_template": str(template)}
     config = RunConfig(input="x", tokenizer=QWEN36, date=DATE, verify_share=0.05, **more, **options)
     return build_kit(load_tokenizer(config), config)
 

@@ -55,7 +55,7 @@ def source_files() -> list[Path]:
 
 
 def paragraphs(rng: random.Random, wanted: int) -> list[str]:
-    """About `wanted` characters of distinct pieces of 60 to 1,200, no tables of numbers or control tokens, in a drawn order."""
+    """About `wanted` characters of distinct pieces of 60 to 1,200 in a drawn order, number tables left out."""
     files = source_files()
     rng.shuffle(files)
     seen: dict[str, None] = {}

@@ -331,18 +331,21 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def _local_cluster(config: RunConfig) -> LocalCluster:
     workers = worker_count(config)
-    return LocalCluster(
-        n_workers=workers,
-        threads_per_worker=1,
-        processes=True,
-        host="127.0.0.1",
-        # Without a dashboard the scheduler still serves its health page: on loopback, where no port can be taken.
-        dashboard_address=LOOPBACK if config.no_dashboard else _free_address(config.dashboard_address),
-        scheduler_kwargs={"dashboard": not config.no_dashboard},
-        memory_limit=memory_limit(config, workers),
-        security=Security.temporary() if config.tls else None,
-        silence_logs=50,
-    )
+    try:
+        return LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=True,
+            host="127.0.0.1",
+            # Without a dashboard the scheduler still serves its health page: on loopback, where no port can be taken.
+            dashboard_address=LOOPBACK if config.no_dashboard else _free_address(config.dashboard_address),
+            scheduler_kwargs={"dashboard": not config.no_dashboard},
+            memory_limit=memory_limit(config, workers),
+            security=Security.temporary() if config.tls else None,
+            silence_logs=50,
+        )
+    except RuntimeError as error:
+        raise EtlError(f"{workers} worker processes did not start ({error}); try fewer --workers") from error
 
 
 def worker_count(config: RunConfig) -> int:

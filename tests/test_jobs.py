@@ -20,6 +20,7 @@ from etl.config import RunConfig
 from etl.errors import UsageError
 from etl.schema import COLUMNS, SCHEMA
 from etl.storage import Storage
+from etl.surveys import Survey, survey
 from tests.jobs import chat, config, jsonl, small_rows, stored, upload
 
 TORN = b'{"messages": [{"ro'
@@ -188,14 +189,14 @@ def test_on_error_fail_ends_with_1_at_a_bad_row(s3: Any, bucket: str, run: Any) 
 
 def test_a_partition_that_fails_leaves_the_others_done(s3: Any, bucket: str, run: Any, monkeypatch: Any) -> None:
     upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(3, f"{i}-")) for i in range(4)})
-    surveyed = jobs.survey
+    surveyed = survey
 
-    def replaced_after_listing(options: Any) -> jobs.Survey:
+    def replaced_after_listing(options: Any) -> Survey:
         seen = surveyed(options)
         upload(s3, bucket, {"1.jsonl": jsonl(small_rows(9))})
         return seen
 
-    monkeypatch.setattr(jobs, "survey", replaced_after_listing)
+    monkeypatch.setattr("etl.jobs.survey", replaced_after_listing)
     result = run(partition_bytes=600)
     assert (result.exit_code, result.partitions_failed, result.rows) == (1, 1, 9)
     assert "1.jsonl changed since it was listed" in str(result.error)

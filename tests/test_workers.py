@@ -51,8 +51,8 @@ def test_a_script_without_a_main_guard_is_told_so_in_one_line(s3: Any, bucket: s
 
 def test_open_files_are_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(cluster.resource, "setrlimit", lambda _kind, limits: asked.append(limits))
-    monkeypatch.setattr(cluster.resource, "getrlimit", lambda _kind: (256, 4096))
+    monkeypatch.setattr("etl.cluster.resource.setrlimit", lambda _kind, limits: asked.append(limits))
+    monkeypatch.setattr("etl.cluster.resource.getrlimit", lambda _kind: (256, 4096))
     cluster.check_startable(config("b", workers=128, endpoint_url=None))
     assert asked == [(1380, 4096)]
     with pytest.raises(UsageError, match="--workers 1000 needs 10100 open files, this shell allows 4096"):

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -259,6 +260,7 @@ def main() -> None:
     options = parse_options()
     only = options.only.split(",")
     os.environ |= ONE_THREAD
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # server and folders go with an ended bench
     rows = max(options.rows, options.scale_rows * max(SCALES) if "scale" in only else 0)
     start = time.monotonic()
     with contextlib.ExitStack() as stack:

@@ -5,6 +5,7 @@ parse → render → encode (ids and mask) → judge → table, batch by batch, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import threading
@@ -115,6 +116,13 @@ class PackedKit:
 
 _KITS: Final[dict[str, Kit]] = {}
 """This process's last kit by its name."""
+
+
+def rehearse(kit: Kit) -> None:
+    """Take two made-up lines through every stage: what a first row costs is then paid before workers are forked."""
+    row = '{"prompt": "Count to %s.", "completion": "<think>\\\\nOne.\\\\n</think>\\\\n\\\\n1, %s"}'
+    lines = tuple(Line("", 0, (row % (text, text)).encode()) for text in ("two", "deux, e\u0301te\u0301"))
+    transform(lambda: [Batch(lines)], kit, lambda _stage: contextlib.nullcontext())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import unicodedata
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -155,17 +154,26 @@ def _changes(row: Rendered, added: AddedTokens) -> list[_Change] | None:
     kinds = _kinds(row.text)
     changes: list[_Change] = []
     for start, end in _stretches(row, added):
-        heads = start + np.flatnonzero(kinds[start:end] < _FOLLOWS)
-        edges = [start, *heads.tolist(), end]
-        for run_start, run_end in pairwise(edges):
+        for run_start, run_end in _runs(kinds[start:end]):
             if run_end - run_start > _LONGEST_RUN:
                 return None
-            if run_end - run_start > 1 or (run_end > run_start and kinds[run_start] != _INERT):
-                before = row.text[run_start:run_end]
-                after = unicodedata.normalize("NFC", before)
-                if after != before:
-                    changes.append(_core(run_start, before, after))
+            before = row.text[start + run_start : start + run_end]
+            after = unicodedata.normalize("NFC", before)
+            if after != before:
+                changes.append(_core(start + run_start, before, after))
     return changes
+
+
+def _runs(kinds: npt.NDArray[np.uint8]) -> Iterable[Span]:
+    """The runs of one stretch that hold anything but inert characters; the others NFC leaves as they are."""
+    special = np.flatnonzero(kinds != _INERT)
+    if not len(special):
+        return ()
+    is_head = kinds < _FOLLOWS
+    is_head[0] = True
+    heads = np.flatnonzero(is_head)
+    wanted = np.unique(np.searchsorted(heads, special, side="right") - 1)
+    return zip(heads[wanted].tolist(), np.append(heads, len(kinds))[wanted + 1].tolist(), strict=True)
 
 
 def _core(start: int, before: str, after: str) -> _Change:

@@ -120,7 +120,7 @@ _KITS: Final[dict[str, Kit]] = {}
 
 def rehearse(kit: Kit) -> None:
     """Take two made-up lines through every stage: what a first row costs is then paid before workers are forked."""
-    row = '{"prompt": "Count to %s.", "completion": "<think>\\\\nOne.\\\\n</think>\\\\n\\\\n1, %s"}'
+    row = '{"prompt": "Count to %s.", "completion": "<think>\\nOne.\\n</think>\\n\\n1, %s"}'
     lines = tuple(Line("", 0, (row % (text, text)).encode()) for text in ("two", "deux, e\u0301te\u0301"))
     transform(lambda: [Batch(lines)], kit, lambda _stage: contextlib.nullcontext())
 

@@ -26,6 +26,8 @@ TokenIds: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 _NO_IDS: Final = np.zeros(0, np.int32)
 _INT32_END: Final = 2**31
+_VERIFIED_LENGTH: Final = 10**6
+"""Longer texts are not encoded twice: the reference takes a hundred bytes of memory for each of theirs (measured)."""
 
 
 class Encoder:
@@ -67,7 +69,8 @@ class Encoder:
     def encode(self, rows: Sequence[Rendered | TokenIds]) -> Encoded:
         """Ids and mask of each row, in order; a row in `failed` has none and its RowError instead.
 
-        With gigatoken a seeded share of the rows, and at least one, is encoded by the reference as well.
+        With gigatoken a seeded share of the rows, and at least one, is encoded by the reference as well; texts beyond
+        a million characters are left out of that.
         """
         with self._lock:  # a worker with several threads: the native tokenizers cannot be borrowed twice
             return self._encode(rows)
@@ -121,7 +124,9 @@ class Encoder:
         if self._fast is None or not self._verify_share:
             return 0, 0
         texts = [
-            (i, r.text) for i, r in enumerate(rows) if isinstance(r, Rendered) and not r.literal and i not in failed
+            (i, row.text)
+            for i, row in enumerate(rows)
+            if isinstance(row, Rendered) and not row.literal and i not in failed and len(row.text) <= _VERIFIED_LENGTH
         ]
         if not texts:
             return 0, 0

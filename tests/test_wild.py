@@ -483,7 +483,8 @@ def _neighbour(i: int) -> bytes:
 
 def make_kit(template: Path | None, options: dict[str, Any]) -> Kit:
     more: dict[str, Any] = {} if template is None else {"chat_template": str(template)}
-    config = RunConfig(input="x", tokenizer=QWEN36, date=DATE, verify_share=0.05, **more, **options)
+    settings: dict[str, Any] = {"verify_share": 0.05, **more, **options}
+    config = RunConfig(input="x", tokenizer=QWEN36, date=DATE, **settings)
     return build_kit(load_tokenizer(config), config)
 
 
@@ -527,6 +528,13 @@ def test_hostile_objects_cost_no_neighbour(material: Path) -> None:
     fates, _, _ = hold_hostile(str(material / "templates"), 400, seed=3)
     assert fates["row"] > 50
     assert fates["shape"] > 50
+
+
+def test_a_text_of_a_million_characters_is_not_held_by_both_engines() -> None:
+    kit = make_kit(None, {"verify_share": 1})
+    raws = [orjson.dumps(chat("long", "Hi", "word " * 210_000)), orjson.dumps(chat("short", "Hi", "ok"))]
+    outcome = transform(lambda: [Batch(tuple(Line("x", i, raw, i) for i, raw in enumerate(raws)))], kit, untimed)
+    assert (outcome.table.num_rows, outcome.verified_rows) == (2, 1)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, Final, Protocol, TypeVar
 
 import pyarrow as pa
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 VERSION: Final = 1
 RAW_BYTES: Final = 2**20
-"""A reject keeps this much of its line."""
+"""The rejects of one line keep together this much of it: a line of 20,000 bad choices must not fill gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +175,17 @@ def _passing(storage: Storage, task: Task, clock: StageSeconds) -> dict[str, Any
 def encode_rejects(rejects: Iterable[Reject], partition: Partition) -> bytes:
     """Rejects as JSON lines. `line` stays null where earlier ranges of the object decide it (`number_rejects`)."""
     from_start = {r.url for r in partition.ranges if r.start == 0}
-    return b"".join(encode_json(_reject_record(reject, known=reject.source in from_start)) for reject in rejects)
+    records: list[bytes] = []
+    for _, of_line in groupby(rejects, lambda reject: (reject.source, reject.offset)):
+        left = RAW_BYTES
+        for reject in of_line:
+            raw = reject.raw[:left]
+            left -= len(raw)
+            records.append(encode_json(_reject_record(reject, raw, known=reject.source in from_start)))
+    return b"".join(records)
 
 
-def _reject_record(reject: Reject, *, known: bool) -> dict[str, Any]:
-    raw = reject.raw[:RAW_BYTES]
+def _reject_record(reject: Reject, raw: bytes, *, known: bool) -> dict[str, Any]:
     record: dict[str, Any] = {
         "source": reject.source,
         "line": reject.number if known else None,

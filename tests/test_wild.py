@@ -537,6 +537,17 @@ def test_a_text_of_a_million_characters_is_not_held_by_both_engines() -> None:
     assert (outcome.table.num_rows, outcome.verified_rows) == (2, 1)
 
 
+def test_the_many_rejects_of_one_line_keep_it_once() -> None:
+    body = {"choices": [7] * 20_000, "padding": "x" * 2**19}
+    raw = orjson.dumps({"response": body, "body": {"messages": [{"role": "user", "content": "Hi"}]}})
+    outcome = transform(lambda: [Batch((Line("x", 0, raw, 1),))], make_kit(None, {}), untimed)
+    encoded = encode_rejects(outcome.rejects, Partition(0, "0" * 12, ()))
+    assert len(encoded) < 8_000_000
+    first, *_, last = map(json.loads, encoded.splitlines())
+    assert (first["raw"], first["truncated"], first["choice"]) == (raw.decode(), False, 0)
+    assert (last["raw"], last["truncated"], last["choice"]) == ("", True, 19_999)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_ten_thousand_hostile_objects_cost_no_neighbour_no_hang_and_no_gigabyte(material: Path) -> None:

@@ -625,12 +625,15 @@ class _S3:
 
 
 async def _send(fs: Any, method: str, **arguments: Any) -> dict[str, Any]:
+    failed: Exception | None = None
     try:
         reply: dict[str, Any] = await fs._call_s3(method, **arguments)  # noqa: SLF001 - call_s3 in fsspec's async spelling
     except OSError as error:
-        if isinstance(error.__cause__, boto.ClientError):
-            raise error.__cause__ from None  # s3fs turns replies into OSErrors; the reply itself says more
-        raise
+        # s3fs turns replies into OSErrors; the reply itself says more. Raised in here, each would name the other as
+        # where it comes from, and Dask, which pickles an error with its causes, would never come to an end.
+        failed = error.__cause__ if isinstance(error.__cause__, boto.ClientError) else error
+    if failed is not None:
+        raise failed
     if "Body" in reply:
         async with reply["Body"] as stream:
             reply["Body"] = await stream.read()

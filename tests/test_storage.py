@@ -397,9 +397,16 @@ def test_a_refusal_that_cannot_pass_is_not_repeated(proxy: Proxy, bucket: str) -
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
+def ends(error: BaseException, path: tuple[BaseException, ...] = ()) -> bool:
+    """Whether the chain of what is behind an error comes to an end: Dask pickles all of it."""
+    behind = [cause for cause in (error.__cause__, error.__context__) if cause is not None]
+    return error not in path and all(ends(cause, (*path, error)) for cause in behind)
+
+
 def failure(call: Callable[[], object]) -> EtlError:
     with pytest.raises(EtlError) as caught:
         call()
+    assert ends(caught.value)
     assert "\n" not in str(caught.value)
     assert SECRET_KEY not in str(caught.value)
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args  # noqa: S301 - made here

@@ -20,6 +20,9 @@ from etl.schema import output_schema
 ROW_GROUP_BYTES: Final = 32 * 2**20
 """Upper bound of a row group before compression: a reader's first row costs no more than this."""
 
+LEVELS_SHARE: Final = 100
+"""A hundredth more for the levels that say where lists and nulls are."""
+
 ZSTD_LEVEL: Final = 3
 
 
@@ -113,12 +116,13 @@ def row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:
 
 
 def _bytes_per_row(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """What a column's rows take in the file before compression; Parquet has no integers under four bytes."""
     kind = column.type
     if pa.types.is_list(kind):
-        widths = pc.multiply(pc.list_value_length(column), kind.value_type.bit_width // 8)
+        sizes = pc.multiply(pc.list_value_length(column), max(4, kind.value_type.bit_width // 8))
     elif pa.types.is_string(kind):
-        widths = pc.binary_length(column)
+        sizes = pc.add(pc.binary_length(column), 4)
     else:
-        return np.full(len(column), kind.bit_width // 8, np.int64)
-    filled: npt.NDArray[np.int64] = pc.fill_null(widths, 0).to_numpy().astype(np.int64)
-    return filled
+        return np.full(len(column), max(4, kind.bit_width // 8), np.int64)
+    filled: npt.NDArray[np.int64] = pc.fill_null(sizes, 0).to_numpy().astype(np.int64)
+    return filled + filled // LEVELS_SHARE

@@ -345,7 +345,7 @@ def require_same_however_cut(folder: Path, lines: list[Wild], sizes: list[int | 
 
 
 def test_a_file_of_wild_lines_gives_the_same_rows_and_rejects_however_it_is_cut(tmp_path: Path) -> None:
-    require_same_however_cut(tmp_path, wild_lines(250, seed=1), ["16MiB", 20_011, 997], ["gz", "zst frames"])
+    require_same_however_cut(tmp_path, wild_lines(200, seed=1), ["16MiB", 1_499], ["zst frames"])
 
 
 @pytest.mark.long

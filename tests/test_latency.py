@@ -16,6 +16,7 @@ from distributed import LocalCluster
 from etl import jobs
 from etl.cluster import SETTINGS
 from etl.config import RunConfig
+from etl.pipeline import EXPECTED_WORKERS
 from etl.watcher import Watcher
 from tests.jobs import config, jsonl, small_rows, stored, upload
 from tests.rows import jsonl as as_lines
@@ -71,7 +72,9 @@ def test_the_objects_of_a_partition_are_fetched_at_the_same_time(
     def arm() -> None:
         proxy.refusals, proxy.refuse_when = -1, hold
 
-    result = jobs.run(config(bucket, scheduler=scheduler, endpoint_url=proxy.endpoint_url), OnStart(arm))
+    each = 8 * EXPECTED_WORKERS  # a running cluster's worker takes its share of so many
+    options = config(bucket, scheduler=scheduler, endpoint_url=proxy.endpoint_url, read_concurrency=each)
+    result = jobs.run(options, OnStart(arm))
     assert (result.exit_code, result.partitions, result.rows, result.retries) == (0, 1, 24, 0)
     assert proxy.in_flight_peak >= 8
     assert not together.broken

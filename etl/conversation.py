@@ -56,13 +56,14 @@ class _Place(NamedTuple):
 
 
 class _Turns(NamedTuple):
-    """Messages in canonical form, and which of them are what, by index."""
+    """Messages in canonical form, which of them are what by index, and how many replies are no context."""
 
     messages: list[Message]
     trainable: list[int]
     cut: frozenset[int]
     closed: frozenset[int]
     last_assistant: int
+    replies: int
 
 
 def parse(line: Line, config: RunConfig, traits: TemplateTraits) -> list[Conversation | Reject]:
@@ -162,6 +163,7 @@ def _conversations(
         template_kwargs=arguments,
         completion_tokens=draft.completion_tokens,
         kept=place.kept,
+        counts=_counts(draft, turns, config),
         shape=draft.shape,
     )
     if config.turns == "expand" and turns.trainable:
@@ -170,6 +172,18 @@ def _conversations(
     if whole.completion_tokens is not None and whole.trained[-1:] != (turns.last_assistant,):
         return [dataclasses.replace(whole, completion_tokens=None)]
     return [whole]
+
+
+def _counts(draft: Draft, turns: _Turns, config: RunConfig) -> dict[str, int]:
+    """Messages whose role `--role-map` changed, and replies that flags or `--turns last` left untrained."""
+    found: dict[str, int] = {}
+    if config.role_map:
+        pairs = zip(draft.messages, turns.messages, strict=True)
+        found["mapped_roles"] = sum(raw.get("role") != message["role"] for raw, message in pairs)
+    untrained = turns.replies - len(_trained(turns, config.turns))
+    if untrained:
+        found["untrained_messages"] = untrained
+    return found
 
 
 def _up_to(whole: Conversation, k: int, last_assistant: int) -> Conversation:
@@ -200,7 +214,8 @@ def _normalize_turns(
             closed.append(i)
         if i >= draft.context and is_trainable(raw):
             trainable.append(i)
-    return _Turns(messages, trainable, frozenset(cut), frozenset(closed), last)
+    replies = sum(i >= draft.context for i in assistants)
+    return _Turns(messages, trainable, frozenset(cut), frozenset(closed), last, replies)
 
 
 def _trained(turns: _Turns, policy: str) -> tuple[int, ...]:

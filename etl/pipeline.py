@@ -179,9 +179,7 @@ def _transform(batches: Iterable[Batch], kit: Kit, timed: Timed) -> Outcome:
         so_far.tables.append(table)
         so_far.rejects += [*batch.rejects, *bad, *unrendered, *unfit]
         so_far.drift.update(_drift(rows, encoded))
-        for item in items:
-            if isinstance(item, Rendered) and item.counts:
-                so_far.counts.update(item.counts)
+        so_far.counts.update(_counts(rows, items, encoded, kit.config))
         so_far.totals.update(
             lines=batch.line_count,
             blank=batch.blank,
@@ -254,6 +252,19 @@ def _encodable(conversation: Conversation, kit: Kit) -> _Encodable:
         return Rendered(conversation.text, ((0, len(conversation.text)),) if conversation.text else ())
     rendered = render(conversation, kit.template, kit.config)
     return rendered if conversation.completion_tokens is None else rendered.split_at_last_turn()
+
+
+def _counts(rows: Sequence[_Row], items: Sequence[_Encodable], encoded: Encoded, config: RunConfig) -> Counter[str]:
+    """What parsing and rendering counted, and rows that `--over-length truncate` shortens."""
+    found: Counter[str] = Counter()
+    for row, item in zip(rows, items, strict=True):
+        if row.conversation.counts:
+            found.update(row.conversation.counts)
+        if isinstance(item, Rendered) and item.counts:
+            found.update(item.counts)
+    if config.max_length is not None and config.over_length == "truncate":
+        found["shortened_rows"] = int((np.diff(encoded.splits) > config.max_length).sum())
+    return +found
 
 
 def _drift(rows: Sequence[_Row], encoded: Encoded) -> dict[str, int]:

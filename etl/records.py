@@ -145,8 +145,7 @@ class Conversation:
     `trained`: indices of the assistant messages that may be trained, ascending. `cut`: indices of those that the
     length limit cut (`finish_reason` `length`); `closed`: those of `cut` whose reasoning the generated text itself had
     closed with an inline `</think>`, which is then generated text. `completion_tokens`: as recorded by the generator,
-    for the drift.
-    `kept`: the values of `--keep`. `text` holds a row of the `text` shape; `token_ids` one that came tokenized, as
+    for the drift. `kept`: the values of `--keep`. `text` holds a row of the `text` shape; `token_ids` one that came tokenized, as
     (prompt ids, generated ids): such rows have no messages.
     """
 
@@ -163,6 +162,7 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     completion_tokens: int | None = None
     kept: tuple[str | None, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
     shape: str = "messages"
     text: str | None = None
     token_ids: tuple[list[int], list[int]] | None = None

@@ -387,3 +387,18 @@ def test_a_frame_is_lazy_and_computes_the_rows_of_a_run_in_threads_or_on_a_clust
     assert in_threads.equals(written)
     assert pa.Table.from_pandas(on_cluster, schema=SCHEMA, preserve_index=False).equals(written)
     assert list(lazy.dtypes) == [pd.ArrowDtype(field.type) for field in SCHEMA]
+
+
+def test_every_switch_that_leaves_tokens_out_is_counted_in_the_receipt(s3: Any, bucket: str, run: Any) -> None:
+    flagged = {"messages": [
+        {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "ok", "train": False},
+        {"role": "user", "content": "And?"}, {"role": "assistant", "content": "word " * 90},
+    ]}  # fmt: skip
+    upload(s3, bucket, {"a.jsonl": jsonl([flagged])})
+    options = {"role_map": {"developer": "system"}, "max_length": 60, "over_length": "truncate"}
+    (receipt,) = stored(run(**options).output).receipts
+    assert receipt["counts"]["mapped_roles"] == 1
+    assert receipt["counts"]["untrained_messages"] == 1
+    assert receipt["counts"]["shortened_rows"] == 1
+    assert stored(f"s3://{bucket}/tokens").table["n_tokens"].to_pylist() == [60]

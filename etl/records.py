@@ -145,8 +145,9 @@ class Conversation:
     `trained`: indices of the assistant messages that may be trained, ascending. `cut`: indices of those that the
     length limit cut (`finish_reason` `length`); `closed`: those of `cut` whose reasoning the generated text itself had
     closed with an inline `</think>`, which is then generated text. `completion_tokens`: as recorded by the generator,
-    for the drift. `kept`: the values of `--keep`. `text` holds a row of the `text` shape; `token_ids` one that came tokenized, as
-    (prompt ids, generated ids): such rows have no messages.
+    for the drift. `kept`: the values of `--keep`. `counts`: what the receipt adds up of parsing (`mapped_roles`,
+    `untrained_messages`). `text` holds a row of the `text` shape; `token_ids` one that came tokenized, as (prompt ids,
+    generated ids): such rows have no messages.
     """
 
     row_id: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import random
 import re
 import time
@@ -36,7 +37,8 @@ from tests.independent import independent_mask, load_plain
 
 FAMILIES: Final = ("builtin:qwen3.6", "qwen3", "llama3_1", "gemma3", "deepseek_v3", "gptoss")
 QUICK: Final = ("qwen3_6", "qwen3", "llama3_1", "gptoss", "deepseekv3", "gemma3", "phi3", "qwen3_6_training", "glm4moe")
-CASES: Final = 50_000
+CASES: Final = int(os.environ.get("FUZZ_CASES", "6000"))
+"""Of the long test, over all tokenizers; FUZZ_CASES=50000 takes a quarter of an hour."""
 ROWS_AT_ONCE: Final = 8
 OTHERS, ANSWER, THOUGHT = (re.compile(f"{a}[^{a}{b}]*{b}") for a, b in ("αω", "κλ", "ρσ"))
 
@@ -279,7 +281,7 @@ def test_whatever_a_conversation_says_its_ids_and_mask_are_true(material: Path) 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fifty_thousand_conversations_under_every_template_and_tokenizer(material: Path, family: str) -> None:
+def test_thousands_of_conversations_under_every_template_and_tokenizer(material: Path, family: str) -> None:
     began, bench = time.monotonic(), _bench(material, family)
     bench.outcomes.clear()
     share = -(-CASES // len(FAMILIES))

@@ -1,12 +1,10 @@
-"""A store that answers late: requests are many at once, each partition's are few, and a run hardly notices."""
+"""Requests are many at once and each partition's are few: what a store that answers late would cost is in `make bench`."""
 
 from __future__ import annotations
 
-import statistics
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import dask
@@ -15,17 +13,11 @@ from distributed import LocalCluster
 
 from etl import jobs
 from etl.cluster import SETTINGS
-from etl.config import RunConfig
 from etl.pipeline import EXPECTED_WORKERS
 from etl.watcher import Watcher
-from tests.jobs import config, jsonl, small_rows, stored, upload
-from tests.rows import jsonl as as_lines
-from tests.rows import mixed_rows
+from tests.jobs import config, jsonl, small_rows, upload
 from tests.servers import Proxy, start_proxy
 
-LATENCY = 0.05
-OBJECTS = 200
-PAIRS = 3
 PATIENCE = 30.0
 """Seconds that a held request waits for the one that should be on its way beside it."""
 
@@ -127,37 +119,3 @@ def test_a_partition_costs_one_request_an_object_one_for_its_part_and_one_for_it
         ("PUT", "/receipts/"): 5,
     }
     assert sum(n for (_, kind), n in spent.items() if kind == "rest") <= 30
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_50_ms_more_on_each_request_cost_a_run_of_200_objects_less_than_a_tenth(
-    s3: Any, bucket: str, proxy: Proxy
-) -> None:
-    rows = mixed_rows(4000, seed=11)
-    bodies = [as_lines(islice(rows, 200)) for _ in range(20)]
-    upload(s3, bucket, {f"{at:03}.jsonl": bodies[at % len(bodies)] for at in range(OBJECTS)})
-    shares = [delayed_share(bucket, proxy, pair) for pair in range(PAIRS)]
-    print(f"with 50 ms on each request a run takes {', '.join(f'{share:.3f}' for share in shares)} of the time without")
-    assert statistics.median(shares) < 1.1
-
-
-def delayed_share(bucket: str, proxy: Proxy, pair: int) -> float:
-    """The time of a run with the latency over that of one without, one after the other; which is first alternates."""
-    seconds = {}
-    for latency in (0.0, LATENCY) if pair % 2 else (LATENCY, 0.0):
-        proxy.latency = latency
-        options = vars(config(bucket, endpoint_url=proxy.endpoint_url, workers=2))
-        result = jobs.run(RunConfig(**{**options, "output": f"s3://{bucket}/{pair}-{latency}/"}))
-        assert (result.exit_code, result.rows) == (0, OBJECTS * 200)
-        seconds[latency] = result.seconds
-        print(f"{latency * 1000:2.0f} ms: {result.seconds:6.2f} s, of it {stages(f's3://{bucket}/{pair}-{latency}')}")
-    return seconds[LATENCY] / seconds[0.0]
-
-
-def stages(output: str) -> str:
-    """Seconds by stage over all partitions."""
-    spent: Counter[str] = Counter()
-    for receipt in stored(output).receipts:
-        spent.update(receipt["run"]["stages"])
-    return ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in spent.items())

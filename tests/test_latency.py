@@ -1,4 +1,4 @@
-"""Requests are many at once and each partition's are few: what a store that answers late would cost is in `make bench`."""
+"""Requests are many at once, and each partition's are few; what a late store costs is in `make bench`."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def reference(spec: TokenizerSpec, template: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_6", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3_6", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_ids_and_masks_of_a_mix_of_rows_are_right(
     family: str, rows: list[dict[str, Any]], material: Path, tmp_path: Path, qwen36: TokenizerSpec
 ) -> None:

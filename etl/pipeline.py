@@ -255,8 +255,8 @@ def _encodable(conversation: Conversation, kit: Kit) -> _Encodable:
 
 
 def _counts(rows: Sequence[_Row], items: Sequence[_Encodable], encoded: Encoded, config: RunConfig) -> Counter[str]:
-    """What parsing and rendering counted, and rows that `--over-length truncate` shortens."""
-    found: Counter[str] = Counter()
+    """Rows by the shape found, what parsing and rendering counted, and rows that `--over-length truncate` shortens."""
+    found: Counter[str] = Counter(f"shape_{row.conversation.shape}" for row in rows)
     for row, item in zip(rows, items, strict=True):
         if row.conversation.counts:
             found.update(row.conversation.counts)

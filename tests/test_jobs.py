@@ -389,6 +389,16 @@ def test_a_frame_is_lazy_and_computes_the_rows_of_a_run_in_threads_or_on_a_clust
     assert list(lazy.dtypes) == [pd.ArrowDtype(field.type) for field in SCHEMA]
 
 
+def test_the_shapes_that_were_found_are_counted_in_the_receipt(s3: Any, bucket: str, run: Any) -> None:
+    rows = [chat("a", "Hi", "ok"), {"prompt": "Hi", "completion": "ok"}, {"prompt": "Hi", "response": "ok"}]
+    upload(s3, bucket, {"a.jsonl": jsonl(rows)})
+    counts = stored(run().output).receipts[0]["counts"]
+    assert {name: n for name, n in counts.items() if name.startswith("shape_")} == {
+        "shape_messages": 1,
+        "shape_prompt": 2,
+    }
+
+
 def test_every_switch_that_leaves_tokens_out_is_counted_in_the_receipt(s3: Any, bucket: str, run: Any) -> None:
     flagged = {"messages": [
         {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"},

@@ -41,7 +41,7 @@ def test_the_totals_are_those_of_success(good: Path, told: Report) -> None:
 
 
 def test_counts_engine_and_verification_are_told(told: Report) -> None:
-    assert told.counts == {"control_token_rows": 1, "empty_think_blocks": 1}
+    assert told.counts == {"shape_messages": told.rows, "control_token_rows": 1, "empty_think_blocks": 1}
     assert told.engines == {"gigatoken": 8}
     assert (told.verified_rows, told.mismatched_rows, told.fallback_partitions) == (38, 0, 0)
     text = str(told)

@@ -287,8 +287,9 @@ def read_in_a_task(storage: Storage, url: str, sent: Any) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_storage_travels_to_another_process_and_connects_there(method: Any, folder: str) -> None:
-    storage = Storage()
+def test_a_storage_travels_to_another_process_and_connects_there(method: Any, folder: str, moto: str) -> None:
+    # By option: a forkserver has the environment of the test that first needed it.
+    storage = Storage(endpoint_url=str(moto))
     storage.put(f"{folder}/x", b"seen")  # the parent is connected already; a forked child must not use its sockets
     context = multiprocessing.get_context(method)
     received = context.Queue()

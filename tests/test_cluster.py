@@ -95,7 +95,7 @@ def test_the_graph_carries_neither_credential_nor_tokenizer(bucket: str) -> None
 
 
 def test_a_worker_killed_in_the_middle_costs_no_row(s3: Any, bucket: str) -> None:
-    upload(s3, bucket, {f"{i:02}.jsonl": jsonl(small_rows(2, f"{i:02}-")) for i in range(30)})
+    upload(s3, bucket, {f"{i:02}.jsonl": jsonl(small_rows(2, f"{i:02}-")) for i in range(16)})
     killed: list[int] = []
     with (
         dask.config.set(SETTINGS),
@@ -111,8 +111,8 @@ def test_a_worker_killed_in_the_middle_costs_no_row(s3: Any, bucket: str) -> Non
 
         result = jobs.run(config(bucket, scheduler=local.scheduler_address, partition_bytes=300), Killer())
     assert killed == [victim]
-    assert (result.exit_code, result.rows) == (0, 60)
-    assert sorted(stored(result.output).table["id"].to_pylist()) == [f"{i:02}-{j}" for i in range(30) for j in range(2)]
+    assert (result.exit_code, result.rows) == (0, 32)
+    assert sorted(stored(result.output).table["id"].to_pylist()) == [f"{i:02}-{j}" for i in range(16) for j in range(2)]
 
 
 def test_the_dashboard_keeps_to_loopback_and_moves_where_its_port_is_taken(bucket: str, qwen36: TokenizerSpec) -> None:
@@ -170,7 +170,7 @@ def test_an_interrupt_ends_a_run_with_130_and_the_same_command_finishes_it(s3: A
     import signal
     import sys
 
-    upload(s3, bucket, {f"{i:03}.jsonl": jsonl(small_rows(3, f"{i:03}-")) for i in range(60)})
+    upload(s3, bucket, {f"{i:03}.jsonl": jsonl(small_rows(3, f"{i:03}-")) for i in range(24)})
     words = [
         *("run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6", "--json"),
         *("--workers", "1", "--partition-bytes", "500", "--no-dashboard"),
@@ -193,7 +193,7 @@ def test_an_interrupt_ends_a_run_with_130_and_the_same_command_finishes_it(s3: A
     assert "tokens/__etl/lease.json" not in {o["Key"] for o in s3.list_objects_v2(Bucket=bucket)["Contents"]}
     done = etl(*words)
     assert done.returncode == 0, done.stderr
-    assert '"rows": 180' in done.stdout.splitlines()[-1]
+    assert '"rows": 72' in done.stdout.splitlines()[-1]
 
 
 def measured(dask_scheduler: Any) -> dict[tuple[str, ...], float]:

@@ -348,6 +348,12 @@ def _local_cluster(config: RunConfig) -> LocalCluster:
         raise EtlError(f"{workers} worker processes did not start ({error}); try fewer --workers") from error
 
 
+def with_shares(config: RunConfig) -> RunConfig:
+    """The configuration with the count and the memory of a LocalCluster's workers worked out."""
+    workers = worker_count(config)
+    return dataclasses.replace(config, workers=workers, memory_limit=memory_limit(config, workers))
+
+
 def worker_count(config: RunConfig) -> int:
     """`--workers`, or as many as this process may use cores."""
     return config.workers or len(os.sched_getaffinity(0))

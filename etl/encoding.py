@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from etl.engines import EngineUnsupported, Gigatoken, Ids, Reference, load_agreeing
+from etl.engines import CACHE_BYTES, EngineUnsupported, Gigatoken, Ids, Reference, heap_bytes, load_agreeing
 from etl.errors import RowError, UsageError
 from etl.masking import mask_by_ends, mask_by_offsets
 from etl.positions import Places, byte_places
@@ -34,11 +34,18 @@ class Encoder:
     """Encodes batches; built once in each worker, from the spec alone.
 
     `engine` is `auto`, `gigatoken` or `transformers`. Under `auto` gigatoken is taken where it loads the tokenizer and
-    agrees with the reference on a set of awkward texts; `why` says what spoke against it, or is None. Raises
-    UsageError where `gigatoken` is asked for and cannot be had.
+    agrees with the reference on a set of awkward texts; `why` says what spoke against it, or is None. It remembers
+    words in `cache_bytes` of memory at most. Raises UsageError where `gigatoken` is asked for and cannot be had.
     """
 
-    def __init__(self, spec: TokenizerSpec, engine: str = "auto", verify_share: float = 0.002, seed: int = 0) -> None:
+    def __init__(
+        self,
+        spec: TokenizerSpec,
+        engine: str = "auto",
+        verify_share: float = 0.002,
+        seed: int = 0,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
         self._truth = Reference(spec.backend_json)
         self._verify_share = verify_share
         self._seed = seed
@@ -49,7 +56,7 @@ class Encoder:
         self.why: str | None = "--engine transformers" if engine == "transformers" else None
         if engine != "transformers":
             try:
-                self._fast = load_agreeing(spec.backend_json, self._truth)
+                self._fast = load_agreeing(spec.backend_json, self._truth, cache_bytes)
             except EngineUnsupported as error:
                 self.why = str(error)
                 if engine == "gigatoken":
@@ -77,14 +84,25 @@ class Encoder:
 
     def _encode(self, rows: Sequence[Rendered | TokenIds]) -> Encoded:
         failed: dict[int, RowError] = {}
+        flat, splits = self._ids(rows, failed)
+        verified, different = self._verify(rows, flat, splits, failed)
+        mask, wrong, turns = self._mask(rows, flat, splits, failed)
+        last = {i: int(mask[first : splits[i + 1]].sum()) for i, first in turns.items()}
+        return Encoded(flat, mask, splits, verified, different + wrong, failed, last)
+
+    def _ids(
+        self, rows: Sequence[Rendered | TokenIds], failed: dict[int, RowError]
+    ) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """All rows' ids on end, and where each row's begin; what the fast engine grew by goes on its account."""
+        before = heap_bytes()
         ids = [self._row_ids(i, row, failed) for i, row in enumerate(rows)]
         splits = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(found) for found in ids], out=splits[1:])
         flat = np.concatenate([_NO_IDS, *ids])
-        verified, different = self._verify(rows, ids, failed)
-        mask, wrong, turns = self._mask(rows, flat, splits, failed)
-        last = {i: int(mask[first : splits[i + 1]].sum()) for i, first in turns.items()}
-        return Encoded(flat, mask, splits, verified, different + wrong, failed, last)
+        ids.clear()
+        if self._fast is not None:
+            self._fast.grow(heap_bytes() - before - flat.nbytes)
+        return flat, splits
 
     def _row_ids(self, i: int, row: Rendered | TokenIds, failed: dict[int, RowError]) -> Ids:
         try:
@@ -118,7 +136,11 @@ class Encoder:
         return ids.astype(np.int32)
 
     def _verify(
-        self, rows: Sequence[Rendered | TokenIds], ids: Sequence[Ids], failed: Mapping[int, RowError]
+        self,
+        rows: Sequence[Rendered | TokenIds],
+        ids: Ids,
+        splits: npt.NDArray[np.int64],
+        failed: Mapping[int, RowError],
     ) -> tuple[int, int]:
         """(rows that both engines encoded, rows among them on which they differ)."""
         if self._fast is None or not self._verify_share:
@@ -131,12 +153,12 @@ class Encoder:
         if not texts:
             return 0, 0
         # Seeded by the batch itself, so that the same rows are taken on every try and for any number of workers.
-        draw = np.random.default_rng([self._seed, len(rows), sum(map(len, ids))])
+        draw = np.random.default_rng([self._seed, len(rows), len(ids)])
         chosen = draw.random(len(texts)) < self._verify_share
         if not chosen.any():
             chosen[draw.integers(len(texts))] = True
         sample = [text for text, taken in zip(texts, chosen.tolist(), strict=True) if taken]
-        return len(sample), sum(not self._is_true(ids[i], text) for i, text in sample)
+        return len(sample), sum(not self._is_true(ids[splits[i] : splits[i + 1]], text) for i, text in sample)
 
     def _is_true(self, ids: Ids, text: str) -> bool:
         try:

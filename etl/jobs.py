@@ -186,8 +186,8 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str) -
     watcher.start(len(seen.plan.partitions), len(seen.receipts))
     if not seen.todo:
         return
-    # Each worker takes its share of --read-concurrency: it must know among how many.
-    known = config if config.scheduler else dataclasses.replace(config, workers=cluster.worker_count(config))
+    # Each worker takes its share of --read-concurrency and of the memory: it must know among how many.
+    known = config if config.scheduler else cluster.with_shares(config)
     kit = PackedKit.pack(f"etl-{seen.plan.fingerprint[:12]}-{run_id}", seen.spec, known)
     with cluster.connect(config, kit) as client:
         books.dashboard = None if config.no_dashboard else client.dashboard_link

@@ -23,6 +23,7 @@ import pyarrow as pa
 from etl.config import RunConfig
 from etl.conversation import parse
 from etl.encoding import Encoder, TokenIds
+from etl.engines import CACHE_BYTES
 from etl.errors import RowError
 from etl.fingerprint import digest, settings
 from etl.lines import Batch, read_batches
@@ -75,7 +76,7 @@ def build_kit(spec: TokenizerSpec, config: RunConfig) -> Kit:
         digest(settings(spec, config)),
         Storage.from_config(config),
         ChatTemplate.from_spec(spec, config),
-        _encoder(_Loaded(spec, spec.sha256), config.engine, config.verify_share),
+        _encoder(_Loaded(spec, spec.sha256), config.engine, config.verify_share, _cache_bytes(config)),
     )
 
 
@@ -86,9 +87,15 @@ class _Loaded:
 
 
 @functools.lru_cache(maxsize=1)
-def _encoder(loaded: _Loaded, engine: str, verify_share: float) -> Encoder:
+def _encoder(loaded: _Loaded, engine: str, verify_share: float, cache_bytes: int) -> Encoder:
     # A process that serves run after run of one tokenizer, as in a notebook, loads it once.
-    return Encoder(loaded.spec, engine, verify_share)
+    return Encoder(loaded.spec, engine, verify_share, cache_bytes=cache_bytes)
+
+
+def _cache_bytes(config: RunConfig) -> int:
+    """The words that the fast engine remembers may take an eighth of a worker's memory, within bounds."""
+    limit = int(config.memory_limit or 0)
+    return min(max(limit // 8, CACHE_BYTES // 2), 4 * CACHE_BYTES) if limit else CACHE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from etl.engines import CACHE_BYTES, EngineUnsupported, Gigatoken, Ids, Reference, heap_bytes, load_agreeing
+from etl.engines import CACHE_BYTES, EngineUnsupported, Gigatoken, Ids, Reference, load_agreeing
 from etl.errors import RowError, UsageError
 from etl.masking import mask_by_ends, mask_by_offsets
 from etl.positions import Places, byte_places
@@ -93,16 +93,11 @@ class Encoder:
     def _ids(
         self, rows: Sequence[Rendered | TokenIds], failed: dict[int, RowError]
     ) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """All rows' ids on end, and where each row's begin; what the fast engine grew by goes on its account."""
-        before = heap_bytes()
+        """All rows' ids on end, and where each row's begin."""
         ids = [self._row_ids(i, row, failed) for i, row in enumerate(rows)]
         splits = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(found) for found in ids], out=splits[1:])
-        flat = np.concatenate([_NO_IDS, *ids])
-        ids.clear()
-        if self._fast is not None:
-            self._fast.grow(heap_bytes() - before - flat.nbytes)
-        return flat, splits
+        return np.concatenate([_NO_IDS, *ids]), splits
 
     def _row_ids(self, i: int, row: Rendered | TokenIds, failed: dict[int, RowError]) -> Ids:
         try:

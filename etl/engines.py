@@ -43,7 +43,11 @@ AWKWARD: Final = (
 """Texts on which engines have differed: contractions, marks, compositions, scripts, emoji, blanks, long runs."""
 
 CACHE_BYTES: Final = 256 * 2**20
-"""How much the fast engine may remember before it is loaded anew."""
+"""How much the process may grow before the fast engine is loaded anew."""
+
+_WEIGHED_EVERY: Final = 4_000_000
+_SETTLING: Final = 16
+"""Weighings after which a worker's buffers are taken to be in use."""
 
 _BLANKS_MARKED: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _BYTE_TOKEN: Final = re.compile("<0x[0-9A-F]{2}>")
@@ -183,31 +187,48 @@ def _parts(component: Any, children: str) -> list[dict[str, Any]]:
 class Gigatoken:
     """The fast engine. Raises EngineUnsupported where it cannot load the tokenizer.
 
-    It remembers every distinct word for good, about 0.9 bytes for each of text (prose and code, measured). Its user
-    tells it by how much it grew; beyond `cache_bytes` it is loaded anew, which takes more than a second.
+    It remembers every distinct word for good, about 0.9 bytes for each of text (prose and code, measured). Where the
+    process has grown by more than `cache_bytes` it is loaded anew, which takes more than a second.
     """
 
     name = "gigatoken"
 
     def __init__(self, backend_json: str, cache_bytes: int = CACHE_BYTES) -> None:
         self._json = backend_json
-        self._tokenizer = _load_gigatoken(backend_json)
         self._limit = cache_bytes
-        self._grown = 0
+        self._load()
 
     def ids(self, text: str) -> Ids:
         """Token ids, int32 [n]. Raises RowError where the text defeats the engine."""
+        self._unweighed += len(text)
+        if self._unweighed > _WEIGHED_EVERY:
+            self._weigh()
         ids: Ids = guarded(lambda: self._tokenizer.encode(text)).view(np.int32)
         return ids
 
-    def grow(self, by: int) -> None:
-        """Take note that what it remembers grew by so many bytes; forget all of it where that is too much."""
-        self._grown += by
-        if self._grown > self._limit:
-            self._grown = 0
+    def _load(self) -> None:
+        self._tokenizer = _load_gigatoken(self._json)
+        self._unweighed = self._weighings = 0
+        self._settled = resident_bytes()
+        self._ceiling = self._settled + 2 * self._limit
+
+    def _weigh(self) -> None:
+        """Load anew if the process has grown too much.
+
+        While the buffers of reading and writing fill, their growth is not the engine's: the most that was seen then is
+        what later growth is counted from, and that time has twice the allowance.
+        """
+        self._unweighed = 0
+        self._weighings += 1
+        now = resident_bytes()
+        if now > self._ceiling:
             self._tokenizer = None  # before the next one is loaded: never both at once
             return_freed_memory()
-            self._tokenizer = _load_gigatoken(self._json)
+            self._load()
+        elif self._weighings <= _SETTLING:
+            self._settled = max(self._settled, now)
+        else:
+            self._ceiling = self._settled + self._limit
 
 
 def _load_gigatoken(backend_json: str) -> Any:
@@ -219,34 +240,6 @@ def _load_gigatoken(backend_json: str) -> Any:
         return guarded(lambda: gigatoken.Tokenizer.from_json(backend_json))
     except RowError as error:
         raise EngineUnsupported(f"gigatoken cannot load it ({error.detail})") from error
-
-
-class _HeapInfo(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    )
-
-
-def _find_heap_info() -> Callable[[], Any] | None:
-    with contextlib.suppress(OSError, AttributeError):
-        found = ctypes.CDLL("libc.so.6").mallinfo2
-        found.restype = _HeapInfo
-        return found  # type: ignore[no-any-return] - ctypes has no types
-    return None
-
-
-_HEAP_INFO: Final = _find_heap_info()
-
-
-def heap_bytes() -> int:
-    """Bytes that native code and numpy hold, exact with glibc; elsewhere the process's resident memory."""
-    if _HEAP_INFO is None:
-        return resident_bytes()
-    heap = _HEAP_INFO()
-    return int(heap.uordblks + heap.hblkhd)
 
 
 def resident_bytes() -> int:

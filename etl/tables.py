@@ -87,7 +87,7 @@ def serialize(table: pa.Table) -> bytes:
     Only `source` is dictionary-encoded (token ids do not repeat enough to gain); no pandas metadata, which would make
     readers look for an `ArrowDtype` index.
     """
-    # Not a Python file: each page that is written to one waits for the interpreter, which the next partition keeps busy.
+    # Not a Python file: each page written to one waits for the interpreter, which the next partition keeps busy.
     sink = pa.BufferOutputStream()
     table = table.replace_schema_metadata(None)
     with pq.ParquetWriter(

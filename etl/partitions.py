@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import orjson
@@ -57,9 +58,12 @@ def find_objects(storage: Storage, inputs: Iterable[str], partition_bytes: int) 
     passed: dict[str, None] = {}
     firsts: dict[str, ObjectInfo] = {}
     try:
-        for url in dict.fromkeys(canonical_url(text) for text in inputs):
+        urls = list(dict.fromkeys(canonical_url(text) for text in inputs))
+        for url in {"/".join(url.split("/")[:3]): url for url in reversed(urls)}.values():  # the first of each bucket
             storage.check_bucket(url)
-            chosen, rest = _find_input(storage, url)
+        with ThreadPoolExecutor(_LOOKS_AT_ONCE) as pool:
+            inside = list(pool.map(partial(_find_input, storage), urls))
+        for chosen, rest in inside:
             found |= {info.url: info for info in chosen}
             passed |= dict.fromkeys(rest)
             first = min((info for info in chosen if info.size), key=lambda info: info.url, default=None)

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import itertools
 import lzma
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -275,13 +276,32 @@ class Simulated:
 
     def check_bucket(self, url: str) -> None: ...
 
-    def stat(self, url: str) -> None: ...
+    def stat(self, url: str) -> ObjectInfo | None:
+        return None
 
     def find(self, prefix: str) -> Iterator[ObjectInfo]:
         return (ObjectInfo(f"{prefix}{i:07d}.jsonl", 7_000_000, f"{i:032x}") for i in range(self.objects))
 
     def read(self, *_: object) -> bytes:
         return b"{}\n"
+
+
+def test_many_inputs_are_looked_for_at_once_and_their_bucket_is_checked_once() -> None:
+    together = threading.Barrier(8)
+    checked: list[str] = []
+
+    class Store(Simulated):
+        def check_bucket(self, url: str) -> None:
+            checked.append(url)
+
+        def stat(self, url: str) -> ObjectInfo:
+            together.wait(30)  # nobody is answered before all eight have asked
+            return ObjectInfo(url, 10, "e")
+
+    store: Any = Store(0)
+    urls = [f"s3://bucket/in/{i}.jsonl" for i in range(8)]
+    assert [found.url for found in find_objects(store, urls, MIB).objects] == urls
+    assert checked == ["s3://bucket/in/0.jsonl"]
 
 
 def plan_simulated(objects: int) -> int:

@@ -276,7 +276,7 @@ class Simulated:
 
     def check_bucket(self, url: str) -> None: ...
 
-    def stat(self, url: str) -> ObjectInfo | None:
+    def stat(self, _url: str) -> ObjectInfo | None:
         return None
 
     def find(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -294,9 +294,9 @@ def test_many_inputs_are_looked_for_at_once_and_their_bucket_is_checked_once() -
         def check_bucket(self, url: str) -> None:
             checked.append(url)
 
-        def stat(self, url: str) -> ObjectInfo:
+        def stat(self, _url: str) -> ObjectInfo:
             together.wait(30)  # nobody is answered before all eight have asked
-            return ObjectInfo(url, 10, "e")
+            return ObjectInfo(_url, 10, "e")
 
     store: Any = Store(0)
     urls = [f"s3://bucket/in/{i}.jsonl" for i in range(8)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import os
 import pickle
 import resource
@@ -50,7 +49,7 @@ from etl import ledger
 from etl.config import RunConfig
 from etl.errors import EtlError, UsageError
 from etl.lines import Batch
-from etl.pipeline import Kit, Outcome, PackedKit, transform
+from etl.pipeline import Kit, Outcome, PackedKit, settle, transform
 from etl.records import Partition, TokenizerSpec
 from etl.schema import empty_frame, output_schema
 
@@ -88,9 +87,6 @@ _WRITING: Final = threading.BoundedSemaphore(2)
 ENDED: Final = "ETL_ENDED"
 """The variable that tells a worker which variables its forkserver has and the client no longer, `=` between."""
 
-COLLECTED_AFTER: Final = (50_000, 20, 100)
-"""A row is hundreds of containers that die without the collector: with Python's 700 it took a tenth of the time."""
-
 FILES_A_WORKER: Final = 10
 FILES_BESIDE: Final = 100
 
@@ -118,8 +114,7 @@ class KitPlugin(WorkerPlugin):
         del worker
         for name in os.environ.pop(ENDED, "").split("="):
             os.environ.pop(name, None)
-        pa.set_cpu_count(1)
-        gc.set_threshold(*COLLECTED_AFTER)
+        settle()
         if self._packed is not None:
             self.kit, self._packed = self._packed.build(), None
 

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from etl import storage
 from etl.errors import EtlError
-from etl.pipeline import rehearse
+from etl.pipeline import rehearse, settle
 
 # Many workers that start at once on few cores are slow at everything; that is no news of a slow disk.
 warnings.filterwarnings("ignore", message="Creating scratch directories", category=UserWarning)
 
 if "ETL_WARM" in os.environ:
+    settle()
     # Written by the client a moment ago, readable by its user alone.
     kit = pickle.loads(Path(os.environ["ETL_WARM"]).read_bytes())  # noqa: S301
     with contextlib.suppress(EtlError):  # each worker meets the same error, and the client hears of it there

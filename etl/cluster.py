@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import dask
 import dask.dataframe as dd
@@ -52,6 +52,8 @@ from etl.lines import Batch
 from etl.pipeline import Kit, Outcome, PackedKit, settle, transform
 from etl.records import Partition, TokenizerSpec
 from etl.schema import empty_frame, output_schema
+
+T = TypeVar("T")
 
 RETRIES: Final = 3
 """Tries again of a failed task, beyond those that the storage client makes of a failed request."""
@@ -446,30 +448,37 @@ def part_futures(client: Client, partitions: Sequence[Partition], kit_name: str,
 def run_partitions(
     client: Client, partitions: Iterable[Partition], kit_name: str, config: RunConfig
 ) -> Iterator[tuple[Partition, dict[str, Any] | Exception]]:
-    """Each partition with its receipt, or with what made it fail, as they finish.
+    """Each partition with its receipt, or with what made it fail, as they finish."""
+    return slide(client, partitions, lambda chunk: part_futures(client, chunk, kit_name, config))
+
+
+def slide(
+    client: Client, items: Iterable[T], submit: Callable[[Sequence[T]], Iterable[Any]]
+) -> Iterator[tuple[T, Any | Exception]]:
+    """Each item with its future's result, or with what made it fail, as they finish; `submit` makes the futures.
 
     A sliding window keeps graph and scheduler small; every future is released when it is done, so that a killed
     worker re-runs nothing that was finished.
     """
-    waiting = iter(partitions)
-    owner: dict[Any, Partition] = {}
+    waiting = iter(items)
+    owner: dict[Any, T] = {}
     done = as_completed(with_results=False)
     workers = max(2, len(client.scheduler_info(n_workers=-1)["workers"]))
     window = 4 * workers  # for each one that computes, one that waits in the worker, and two that are being written
 
-    def submit(count: int) -> None:
+    def fill(count: int) -> None:
         chunk = list(islice(waiting, count))
         if chunk:
-            futures = part_futures(client, chunk, kit_name, config)
+            futures = list(submit(chunk))
             owner.update(zip((f.key for f in futures), chunk, strict=True))
             done.update(futures)
 
-    submit(window)
+    fill(window)
     while owner:
         future = next(done)
-        partition = owner.pop(future.key)
+        item = owner.pop(future.key)
         error = future.exception()
-        yield partition, error if error is not None else future.result()
+        yield item, error if error is not None else future.result()
         future.release()
         if len(owner) <= window - workers:
-            submit(window - len(owner))
+            fill(window - len(owner))

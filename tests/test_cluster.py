@@ -79,6 +79,21 @@ def test_a_run_of_60_partitions_is_60_tasks_and_leaves_none(s3: Any, bucket: str
     assert came == result.partitions == 60
 
 
+def test_of_many_partitions_the_scheduler_knows_a_window_alone() -> None:
+    most = 0
+    with (
+        dask.config.set(cluster.SETTINGS),
+        LocalCluster(n_workers=4, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50) as local,
+        Client(local) as client,
+    ):
+        came = []
+        for item, result in cluster.slide(client, range(400), lambda chunk: client.map(abs, chunk, pure=False)):
+            came.append((item, result))
+            most = max(most, len(local.scheduler.tasks))
+    assert sorted(came) == [(item, item) for item in range(400)]
+    assert most <= 4 * 4
+
+
 def test_the_optimised_expression_has_one_key_a_partition(bucket: str) -> None:
     options = config(bucket)
     expression = cluster.write_expression(partitions(7), "kit", options)

@@ -68,7 +68,7 @@ SETTINGS: Final = {
     "dataframe.convert-string": False,
     "distributed.worker.multiprocessing-method": "forkserver",
     # With the defaults 128 idle workers eat two cores; with these a quarter of one.
-    "distributed.worker.profile.interval": "100ms",
+    "distributed.worker.profile.interval": "500ms",
     "distributed.worker.profile.cycle": "10s",
     "distributed.admin.tick.interval": "500ms",
     "distributed.admin.tick.limit": "60s",

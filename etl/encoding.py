@@ -149,10 +149,8 @@ class Encoder:
             return 0, 0
         # Seeded by the batch itself, so that the same rows are taken on every try and for any number of workers.
         draw = np.random.default_rng([self._seed, len(rows), len(ids)])
-        chosen = draw.random(len(texts)) < self._verify_share
-        if not chosen.any():
-            chosen[draw.integers(len(texts))] = True
-        sample = [text for text, taken in zip(texts, chosen.tolist(), strict=True) if taken]
+        count = max(1, int(len(texts) * self._verify_share + draw.random()))
+        sample = [texts[i] for i in draw.choice(len(texts), count, replace=False).tolist()]
         return len(sample), sum(not self._is_true(ids[splits[i] : splits[i + 1]], text) for i, text in sample)
 
     def _is_true(self, ids: Ids, text: str) -> bool:
@@ -198,7 +196,7 @@ class Encoder:
         """Where each token ends in the bytes of the batch; 32 bits where these are enough, for speed."""
         if self._lengths is None:
             return np.zeros(len(ids), np.int32)
-        lengths = self._lengths[ids]
+        lengths = self._lengths.take(ids)  # half the time of an index
         small = len(ids) < _INT32_END // self._longest
         return np.cumsum(lengths, dtype=np.int32) if small else np.cumsum(lengths, dtype=np.int64)
 

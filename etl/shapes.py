@@ -63,10 +63,10 @@ def read_shape(row: Row, shape: str, role_map: Mapping[str, str]) -> list[Draft 
 
 def look_up(value: Any, path: str) -> Any:
     """The value under a key, or under a dotted path through objects and lists (`body.messages`, `choices.0`)."""
-    if isinstance(value, Mapping) and path in value:
+    if isinstance(value, dict) and path in value:
         return value[path]
     for step in path.split("."):
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             value = value.get(step)
         elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
             value = value[int(step)]
@@ -106,15 +106,15 @@ def _token_ids(value: Any, name: str) -> list[int]:
 
 
 def _is_batch(row: Row) -> bool:
-    return isinstance(row.get("response"), Mapping)
+    return isinstance(row.get("response"), dict)
 
 
 def _read_batch(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
     response = row.get("response")
-    if not isinstance(response, Mapping):
+    if not isinstance(response, dict):
         raise RowError("shape", f"response is {kind(response)}, not an object")
     body = response.get("body")
-    body = body if isinstance(body, Mapping) else response
+    body = body if isinstance(body, dict) else response
     if not isinstance(body.get("choices"), list):
         status = response.get("status_code")
         said = "" if status is None else f" (status_code {status!r})"
@@ -158,10 +158,10 @@ def _read_answers(shape: str, row: Row, body: Row) -> list[Draft | RowError]:
 
 
 def _answer(choice: Any) -> dict[str, Any] | None:
-    if not isinstance(choice, Mapping):
+    if not isinstance(choice, dict):
         return None
     message = choice.get("message")
-    if isinstance(message, Mapping):
+    if isinstance(message, dict):
         return {**message, "role": "assistant"} if message.get("role") is None else dict(message)
     text = choice.get("text")
     return {"role": "assistant", "content": text} if isinstance(text, str) else None
@@ -170,9 +170,9 @@ def _answer(choice: Any) -> dict[str, Any] | None:
 def _request(row: Row) -> tuple[Row, list[Any], int]:
     """Where the request's fields are, its messages, and how many of those are context."""
     request, body = row.get("request"), row.get("body")
-    nested = request.get("body") if isinstance(request, Mapping) else None
+    nested = request.get("body") if isinstance(request, dict) else None
     for holder in (row, request, body, nested):
-        if isinstance(holder, Mapping) and isinstance(holder.get("messages"), list) and holder["messages"]:
+        if isinstance(holder, dict) and isinstance(holder.get("messages"), list) and holder["messages"]:
             return holder, holder["messages"], 0
     if isinstance(row.get("prompt"), str | list):
         messages = _as_messages(row["prompt"], "user", "prompt")
@@ -229,7 +229,7 @@ def _read_conversations(row: Row, role_map: Mapping[str, str]) -> list[Draft | R
 
 def _from_value(turn: Any, role_map: Mapping[str, str]) -> Any:
     """A from/value turn in role/content; role/content passes, and what is neither is left to be rejected."""
-    if not isinstance(turn, Mapping) or "from" not in turn:
+    if not isinstance(turn, dict) or "from" not in turn:
         return turn
     speaker, value = turn["from"], turn.get("value")
     message = {key: item for key, item in turn.items() if key not in ("from", "value")}
@@ -245,7 +245,7 @@ def _spelled_calls(value: Any) -> list[Any] | None:
     """The calls of a `function_call` turn: an object or a list of them; None where it spells neither."""
     value = spelled_value(value) if isinstance(value, str) else value
     calls = value if isinstance(value, list) else [value]
-    return calls if calls and all(isinstance(call, Mapping) and "name" in call for call in calls) else None
+    return calls if calls and all(isinstance(call, dict) and "name" in call for call in calls) else None
 
 
 def _is_alpaca(row: Row) -> bool:
@@ -304,7 +304,7 @@ def _system(row: Row) -> list[Any]:
 
 def _usage(row: Row, ids_holder: Row) -> int | None:
     usage = row.get("usage")
-    recorded = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+    recorded = usage.get("completion_tokens") if isinstance(usage, dict) else None
     if type(recorded) is int and recorded >= 0:
         return recorded
     ids = ids_holder.get("token_ids")

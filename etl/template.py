@@ -60,7 +60,7 @@ class ChatTemplate:
         special = [token for token in special_contents if token]
         self.added_tokens = _alternatives([*added_tokens, *special, *([eos] if isinstance(eos, str) else [])])
         self.control_tokens = _alternatives(special)
-        self.control_prefixes = tuple(sorted({token[:2] for token in special}))
+        self.control_starts = tuple(sorted({token[0] for token in special}))
         self._memory: dict[tuple[str, str], Any] = {}
         self._sandbox = Sandbox(source, date, self.special_tokens)
         self._check_clock()

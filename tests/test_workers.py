@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from etl import cluster, jobs
 from etl.config import RunConfig
@@ -30,11 +31,18 @@ def test_two_runs_with_two_tokenizers_in_one_process_each_get_their_own(s3: Any,
     assert ends == [248046, 151645]  # <|im_end|> in either vocabulary
 
 
-def test_workers_have_the_environment_of_their_own_run_not_of_the_first(
-    qwen36: TokenizerSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def tiny_spec() -> TokenizerSpec:
+    """A token a byte: loaded in no time."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    return TokenizerSpec("tiny", None, backend.to_str(), template, {}, "tiny")
+
+
+def test_workers_have_the_environment_of_their_own_run_not_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config("b", workers=1)
-    packed = PackedKit.pack("environment", qwen36, settings)
+    packed = PackedKit.pack("environment", tiny_spec(), settings)
     seen = []
     for region, token in (("eu-north-1", "first"), ("eu-south-1", None)):
         monkeypatch.setenv("AWS_REGION", region)

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from etl.engines import CACHE_BYTES, EngineUnsupported, Gigatoken, Ids, Reference, load_agreeing
+from etl.engines import EngineUnsupported, Gigatoken, Ids, Reference, load_agreeing
 from etl.errors import RowError, UsageError
 from etl.masking import mask_by_ends, mask_by_offsets
 from etl.positions import Places, byte_places
@@ -34,18 +34,11 @@ class Encoder:
     """Encodes batches; built once in each worker, from the spec alone.
 
     `engine` is `auto`, `gigatoken` or `transformers`. Under `auto` gigatoken is taken where it loads the tokenizer and
-    agrees with the reference on a set of awkward texts; `why` says what spoke against it, or is None. It remembers
-    words in `cache_bytes` of memory at most. Raises UsageError where `gigatoken` is asked for and cannot be had.
+    agrees with the reference on a set of awkward texts; `why` says what spoke against it, or is None. Raises
+    UsageError where `gigatoken` is asked for and cannot be had.
     """
 
-    def __init__(
-        self,
-        spec: TokenizerSpec,
-        engine: str = "auto",
-        verify_share: float = 0.002,
-        seed: int = 0,
-        cache_bytes: int = CACHE_BYTES,
-    ) -> None:
+    def __init__(self, spec: TokenizerSpec, engine: str = "auto", verify_share: float = 0.002, seed: int = 0) -> None:
         self._truth = Reference(spec.backend_json)
         self._verify_share = verify_share
         self._seed = seed
@@ -56,7 +49,7 @@ class Encoder:
         self.why: str | None = "--engine transformers" if engine == "transformers" else None
         if engine != "transformers":
             try:
-                self._fast = load_agreeing(spec.backend_json, self._truth, cache_bytes)
+                self._fast = load_agreeing(spec.backend_json, self._truth)
             except EngineUnsupported as error:
                 self.why = str(error)
                 if engine == "gigatoken":
@@ -66,6 +59,11 @@ class Encoder:
     def engine_name(self) -> str:
         """The engine in use: `gigatoken` or `transformers`."""
         return (self._fast or self._truth).name
+
+    def limit_cache(self, size: int) -> None:
+        """Let the fast engine remember words in so many bytes of memory."""
+        if self._fast is not None:
+            self._fast.cache_bytes = size
 
     def reference(self) -> Encoder:
         """The same encoder on the reference alone: what a partition is done again with after a difference."""

@@ -188,14 +188,14 @@ class Gigatoken:
     """The fast engine. Raises EngineUnsupported where it cannot load the tokenizer.
 
     It remembers every distinct word for good, about 0.9 bytes for each of text (prose and code, measured). Where the
-    process has grown by more than `cache_bytes` it is loaded anew, which takes more than a second.
+    process has grown by more than `cache_bytes`, which may be set, it is loaded anew, which takes more than a second.
     """
 
     name = "gigatoken"
 
-    def __init__(self, backend_json: str, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, backend_json: str) -> None:
+        self.cache_bytes = CACHE_BYTES
         self._json = backend_json
-        self._limit = cache_bytes
         self._load()
 
     def ids(self, text: str) -> Ids:
@@ -209,8 +209,7 @@ class Gigatoken:
     def _load(self) -> None:
         self._tokenizer = _load_gigatoken(self._json)
         self._unweighed = self._weighings = 0
-        self._settled = resident_bytes()
-        self._ceiling = self._settled + 2 * self._limit
+        self._start = self._settled = resident_bytes()
 
     def _weigh(self) -> None:
         """Load anew if the process has grown too much.
@@ -221,14 +220,13 @@ class Gigatoken:
         self._unweighed = 0
         self._weighings += 1
         now = resident_bytes()
-        if now > self._ceiling:
+        settling = self._weighings <= _SETTLING
+        if now > (self._start if settling else self._settled) + self.cache_bytes * (1 + settling):
             self._tokenizer = None  # before the next one is loaded: never both at once
             return_freed_memory()
             self._load()
-        elif self._weighings <= _SETTLING:
+        elif settling:
             self._settled = max(self._settled, now)
-        else:
-            self._ceiling = self._settled + self._limit
 
 
 def _load_gigatoken(backend_json: str) -> Any:
@@ -257,9 +255,9 @@ def return_freed_memory() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def load_agreeing(backend_json: str, reference: Reference, cache_bytes: int = CACHE_BYTES) -> Gigatoken:
+def load_agreeing(backend_json: str, reference: Reference) -> Gigatoken:
     """The fast engine, if it gives the reference's ids for every awkward text. Raises EngineUnsupported if not."""
-    fast = Gigatoken(backend_json, cache_bytes)
+    fast = Gigatoken(backend_json)
     text = first_difference(reference, fast, reference.awkward_texts())
     if text is not None:
         raise EngineUnsupported(f"gigatoken gives other ids than transformers for {text[:60]!r}")

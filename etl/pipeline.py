@@ -72,12 +72,14 @@ class Kit:
 
 def build_kit(spec: TokenizerSpec, config: RunConfig) -> Kit:
     """Compile the template and load the tokenizer. Raises UsageError where either cannot be used."""
+    encoder = _encoder(_Loaded(spec, spec.sha256), config.engine, config.verify_share)
+    encoder.limit_cache(_cache_bytes(config))
     return Kit(
         config,
         digest(settings(spec, config)),
         Storage.from_config(config),
         ChatTemplate.from_spec(spec, config),
-        _encoder(_Loaded(spec, spec.sha256), config.engine, config.verify_share, _cache_bytes(config)),
+        encoder,
     )
 
 
@@ -88,9 +90,9 @@ class _Loaded:
 
 
 @functools.lru_cache(maxsize=1)
-def _encoder(loaded: _Loaded, engine: str, verify_share: float, cache_bytes: int) -> Encoder:
+def _encoder(loaded: _Loaded, engine: str, verify_share: float) -> Encoder:
     # A process that serves run after run of one tokenizer, as in a notebook, loads it once.
-    return Encoder(loaded.spec, engine, verify_share, cache_bytes=cache_bytes)
+    return Encoder(loaded.spec, engine, verify_share)
 
 
 def _cache_bytes(config: RunConfig) -> int:

@@ -113,13 +113,13 @@ def test_the_largest_partitions_are_worked_on_first(s3: Any, bucket: str) -> Non
 
 
 def test_a_partition_without_rows_has_a_receipt_and_no_part(s3: Any, bucket: str, run: Any) -> None:
-    upload(s3, bucket, {"a.jsonl": b"\n\n", "b.jsonl": jsonl(small_rows(2))})
-    result = run(partition_bytes=1)
-    receipts = stored(result.output).receipts
-    empty = receipts[0]
-    assert (empty["lines"], empty["blank"], empty["rows"]) == (1, 1, 0)
+    first, second = (jsonl([row]) for row in small_rows(2))
+    upload(s3, bucket, {"a.jsonl": b"\n\n", "b.jsonl": first, "c.jsonl": second})
+    result = run(partition_bytes=len(first) + 1)
+    empty, *_ = receipts = stored(result.output).receipts
+    assert (empty["lines"], empty["blank"], empty["rows"]) == (2, 2, 0)
     assert (empty["part"], empty["size"], empty["sha256"]) == (None, None, None)
-    assert result.parts == len(stored(result.output).parts) == 2
+    assert (len(receipts), result.parts, len(stored(result.output).parts)) == (3, 2, 2)
 
 
 def test_success_appears_when_all_is_done_and_the_lease_is_gone(s3: Any, bucket: str, run: Any) -> None:

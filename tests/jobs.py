@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from distributed import Client
 
+from etl import cluster
+from etl.builtin import builtin_spec
 from etl.config import RunConfig
+from etl.pipeline import PackedKit
 from etl.storage import Storage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +55,14 @@ def config(bucket: str, **options: Any) -> RunConfig:
     # By option, not by environment: a cluster that the tests share was started before with another environment.
     fixed = {"tokenizer": QWEN36, "no_dashboard": True, "endpoint_url": os.environ.get("AWS_ENDPOINT_URL")}
     return RunConfig(input=f"s3://{bucket}/completions/", output=f"s3://{bucket}/tokens/", **{**fixed, **options})
+
+
+@contextlib.contextmanager
+def workers(count: int) -> Iterator[Client]:
+    """A client of worker processes that are forked, as a run's are, from one that has loaded the Qwen3.6 vocabulary."""
+    options = RunConfig(input="in", output="out", tokenizer=QWEN36, workers=count, dashboard_address="127.0.0.1:0")
+    with cluster.connect(options, PackedKit.pack("tests", builtin_spec(QWEN36), options)) as client:
+        yield client
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,11 @@ import pytest
 from distributed import Client, LocalCluster, SchedulerPlugin
 
 from etl import cluster, jobs
-from etl.cluster import SETTINGS
 from etl.errors import UsageError
 from etl.pipeline import PackedKit
 from etl.records import ObjectRange, Partition, TokenizerSpec
 from etl.watcher import Watcher
-from tests.jobs import config, etl, jsonl, small_rows, stored, upload
+from tests.jobs import config, etl, jsonl, small_rows, stored, upload, workers
 
 
 class Counting(SchedulerPlugin):
@@ -55,11 +54,7 @@ def counted(dask_scheduler: Any) -> tuple[int, list[str], int]:
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """A client of two worker processes."""
-    with (
-        dask.config.set(SETTINGS),
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=50) as local,
-        Client(local) as connected,
-    ):
+    with workers(2) as connected:
         yield connected
 
 
@@ -112,11 +107,8 @@ def test_the_graph_carries_neither_credential_nor_tokenizer(bucket: str) -> None
 def test_a_worker_killed_in_the_middle_costs_no_row(s3: Any, bucket: str) -> None:
     upload(s3, bucket, {f"{i:02}.jsonl": jsonl(small_rows(2, f"{i:02}-")) for i in range(16)})
     killed: list[int] = []
-    with (
-        dask.config.set(SETTINGS),
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=50) as local,
-    ):
-        victim = next(iter(local.workers.values())).pid
+    with workers(2) as connected:
+        victim = next(iter(connected.cluster.workers.values())).pid
 
         class Killer(Watcher):
             def advance(self, _receipt: Any) -> None:
@@ -124,7 +116,7 @@ def test_a_worker_killed_in_the_middle_costs_no_row(s3: Any, bucket: str) -> Non
                     os.kill(victim, 9)
                     killed.append(victim)
 
-        result = jobs.run(config(bucket, scheduler=local.scheduler_address, partition_bytes=300), Killer())
+        result = jobs.run(config(bucket, scheduler=connected.scheduler.address, partition_bytes=300), Killer())
     assert killed == [victim]
     assert (result.exit_code, result.rows) == (0, 32)
     assert sorted(stored(result.output).table["id"].to_pylist()) == [f"{i:02}-{j}" for i in range(16) for j in range(2)]

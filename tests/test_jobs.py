@@ -12,16 +12,15 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from etl import jobs
-from etl.cluster import SETTINGS
 from etl.config import RunConfig
 from etl.errors import UsageError
 from etl.schema import COLUMNS, SCHEMA
 from etl.storage import Storage
 from etl.surveys import Survey, survey
-from tests.jobs import chat, config, jsonl, small_rows, stored, upload
+from tests.jobs import chat, config, jsonl, small_rows, stored, upload, workers
 
 TORN = b'{"messages": [{"ro'
 
@@ -29,13 +28,8 @@ TORN = b'{"messages": [{"ro'
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[str]:
     """The address of a cluster of two worker processes, for all runs of this file."""
-    import dask
-
-    with (
-        dask.config.set(SETTINGS),
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=50) as cluster,
-    ):
-        yield cluster.scheduler_address
+    with workers(2) as client:
+        yield client.scheduler.address
 
 
 @pytest.fixture

@@ -7,15 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import dask
 import pytest
-from distributed import LocalCluster
 
 from etl import jobs
-from etl.cluster import SETTINGS
 from etl.pipeline import EXPECTED_WORKERS
 from etl.watcher import Watcher
-from tests.jobs import config, jsonl, small_rows, upload
+from tests.jobs import config, jsonl, small_rows, upload, workers
 from tests.servers import Proxy, start_proxy
 
 PATIENCE = 30.0
@@ -32,11 +29,8 @@ def proxy(moto: str) -> Iterator[Proxy]:
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[str]:
     """The address of a cluster of one worker process: what is at the same time is so within it."""
-    with (
-        dask.config.set(SETTINGS),
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=50) as cluster,
-    ):
-        yield cluster.scheduler_address
+    with workers(1) as client:
+        yield client.scheduler.address
 
 
 class OnStart(Watcher):

@@ -8,9 +8,7 @@ import hashlib
 import itertools
 import lzma
 import threading
-import time
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from etl.partitions import (
 )
 from etl.records import ObjectInfo, ObjectRange, Partition
 from etl.storage import Storage
+from tests.bench.planning import Simulated, plan
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -260,30 +259,22 @@ def test_every_byte_is_in_exactly_one_partition(sizes: list[int], partition_byte
     assert all(p.bytes <= partition_bytes or len(p.ranges) == 1 for p in partitions)
 
 
-def test_1805_objects_are_planned_in_well_under_a_second() -> None:
+def test_1805_objects_of_four_megabytes_are_452_partitions() -> None:
     objects = [info(f"s3://bucket/completions/{i:06d}.jsonl", 4_016_000) for i in range(1805)]
-    started = time.perf_counter()
-    partitions = cut_partitions(objects, 16 * MIB, "f")
-    assert time.perf_counter() - started < 0.5
-    assert len(partitions) == 452
+    assert len(cut_partitions(objects, 16 * MIB, "f")) == 452
 
 
-class Simulated:
-    """A storage whose listing is made up, so that only planning is measured."""
+def test_planning_takes_well_under_two_kilobytes_an_object() -> None:
+    tracemalloc.start()
+    assert len(plan(20_000)) == 10_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20_000 * 1500
 
-    def __init__(self, objects: int) -> None:
-        self.objects = objects
 
-    def check_bucket(self, url: str) -> None: ...
-
-    def stat(self, _url: str) -> ObjectInfo | None:
-        return None
-
-    def find(self, prefix: str) -> Iterator[ObjectInfo]:
-        return (ObjectInfo(f"{prefix}{i:07d}.jsonl", 7_000_000, f"{i:032x}") for i in range(self.objects))
-
-    def read(self, *_: object) -> bytes:
-        return b"{}\n"
+@pytest.mark.long
+def test_a_million_objects_are_half_a_million_partitions() -> None:
+    assert len(plan(1_000_000)) == 500_000
 
 
 def test_many_inputs_are_looked_for_at_once_and_their_bucket_is_checked_once() -> None:
@@ -302,27 +293,6 @@ def test_many_inputs_are_looked_for_at_once_and_their_bucket_is_checked_once() -
     urls = [f"s3://bucket/in/{i}.jsonl" for i in range(8)]
     assert [found.url for found in find_objects(store, urls, MIB).objects] == urls
     assert checked == ["s3://bucket/in/0.jsonl"]
-
-
-def plan_simulated(objects: int) -> int:
-    simulated: Any = Simulated(objects)
-    listing = find_objects(simulated, ["s3://bucket/in/"], 16 * MIB)
-    return len(cut_partitions(listing.objects, 16 * MIB, "f", listing.compressed))
-
-
-def test_planning_takes_well_under_two_kilobytes_an_object() -> None:
-    tracemalloc.start()
-    assert plan_simulated(20_000) == 10_000
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 20_000 * 1500
-
-
-@pytest.mark.long
-def test_a_million_objects_are_planned_in_a_minute() -> None:
-    started = time.perf_counter()
-    assert plan_simulated(1_000_000) == 500_000
-    assert time.perf_counter() - started < 60
 
 
 # ------------------------------------------------------------------------------------------- output apart from input

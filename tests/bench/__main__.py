@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +38,8 @@ QWEN36: Final = "builtin:qwen3.6"
 PLAIN: Final = str(MATERIAL / "templates" / "qwen3_6.jinja")
 MARKED: Final = str(MATERIAL / "templates" / "qwen3_6_training.jinja")
 RIVALS: Final = {"b": "pool", "c": "datasets", "d": "daft"}
-SECTIONS: Final = ("a", "b", "c", "d", "stages", "scale", "latency")
+SECTIONS: Final = ("a", "b", "c", "d", "stages", "scale", "latency", "planning")
+PLANNED: Final = (1_805, 1_000_000)
 FINE: Final = "1MiB"
 """Partition size where 128 workers are compared with 2: with fewer partitions than workers, most would have none."""
 
@@ -238,6 +240,18 @@ def _put_small_objects(bench: Bench) -> None:
         client.put_object(Bucket="bench", Key=f"small/{at:03d}.jsonl", Body=body)
 
 
+def show_planning() -> None:
+    """Listing made up, objects cut into partitions, the plan written out: seconds and memory of a process each."""
+    lines = []
+    for objects in PLANNED:
+        command = [sys.executable, "-m", "tests.bench.planning", str(objects)]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        lines.append(
+            [f"{objects:,}", f"{found['all']:.2f}", f"{found['peak'] / 1e6:,.0f}", f"{found['plan'] / 1e6:.1f}"]
+        )
+    figures.show("planning", ["objects", "s", "peak MB", "plan.json MB"], lines)
+
+
 # --- the door ----------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +317,9 @@ def main() -> None:
 
 def measure_all(bench: Bench, only: Sequence[str]) -> None:
     """The sections that were asked for."""
-    if set(only) - {"scale", "latency"}:
+    if "planning" in only:
+        show_planning()
+    if set(only) - {"scale", "latency", "planning"}:
         show_contest(bench, only)
     if "scale" in only:
         show_scale(bench)

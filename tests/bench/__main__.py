@@ -172,7 +172,11 @@ def show_contest(bench: Bench, only: Sequence[str]) -> None:
     if fine:
         few, many = fine.values()
         print(f"  128 workers against 2, partitions of {FINE}: {figures.ratios(many, few)}")
-    print(f"  waiting at 2 workers: {figures.middle(two, lambda m: figures.waiting(m, 2)):.1%} of their wall time")
+    idle, slot = (figures.middle(two, value) for value in (lambda m: m.idle, lambda m: figures.waiting(m, 2)))
+    print(f"  waiting at 2 workers: the cores idle {idle:.1%} of the time;")
+    print(
+        f"    a worker's compute slot waits in `read` or between tasks {slot:.1%}, and writes the one before meanwhile"
+    )
     if "stages" in only:
         figures.show_stages({"1 worker": taken["(a) etl, 1 worker"], "2 workers": two})
 

@@ -106,7 +106,10 @@ def _cpu(who: str) -> Callable[[Measured], float]:
 
 
 def waiting(run: Measured, workers: int) -> float:
-    """The share of the workers' wall time that they spent in `read` or in no stage: waiting for S3 or the scheduler."""
+    """The share of wall time that the workers' compute slots spent in `read` or in no stage.
+
+    No idle time: what a worker has finished is compressed and written meanwhile, outside of the slot.
+    """
     busy = sum(run.stages.get(name, 0.0) for name in _MAIN_SLOT if name != "read")
     return 1 - busy / (workers * run.work)
 

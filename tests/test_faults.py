@@ -178,6 +178,7 @@ def clear(s3: Any, bucket: str) -> None:
 # --------------------------------------------------------------------------------------------- a store in difficulty
 
 
+@pytest.mark.long
 def test_slow_down_on_the_first_five_requests_of_each_key_costs_retries_and_no_row(
     s3: Any, bucket: str, run: Any, proxy: Proxy
 ) -> None:

@@ -14,14 +14,14 @@ import hashlib
 import importlib.util
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from etl.errors import UsageError
+from etl.errors import StorageError, UsageError
 from etl.records import TokenizerSpec
+from etl.storage import Storage
 
 Pair: TypeAlias = tuple[int, int]
 
@@ -91,18 +91,12 @@ def _converted(ranks: Path) -> str:
         if hashlib.sha256(body).hexdigest().encode() == digest:
             return body.decode()
     backend = tokenizer_json(read_ranks(ranks))
-    with contextlib.suppress(OSError, RuntimeError):
-        _keep(cache_folder() / name, backend.encode())
+    with contextlib.suppress(OSError, RuntimeError, StorageError):
+        for outdated in cache_folder().glob(f"{ranks.stem}-*.json"):
+            outdated.unlink(missing_ok=True)
+        body = backend.encode()
+        Storage().put(str(cache_folder() / name), hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
     return backend
-
-
-def _keep(place: Path, body: bytes) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    for outdated in place.parent.glob(f"{place.name.rpartition('-')[0]}-*.json"):
-        outdated.unlink(missing_ok=True)
-    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
-        file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-    Path(file.name).replace(place)
 
 
 def cache_folder() -> Path:

@@ -112,7 +112,7 @@ class KitPlugin(WorkerPlugin):
         self.kit: Kit | None = None
 
     def setup(self, worker: object) -> None:
-        """Build the kit, with one native thread a worker."""
+        """Make the process a worker of this run: its environment, its threads and memory, its kit."""
         del worker
         for name in os.environ.pop(ENDED, "").split("="):
             os.environ.pop(name, None)

@@ -184,7 +184,8 @@ def _look_again(seen: Survey) -> Survey:
 def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str) -> None:
     seen, config = books.seen, books.seen.config
     watcher.start(len(seen.plan.partitions), len(seen.receipts))
-    if not seen.todo:
+    todo = largest_first(seen.todo)
+    if not todo:
         return
     # Each worker takes its share of --read-concurrency and of the memory: it must know among how many.
     known = config if config.scheduler else cluster.with_shares(config)
@@ -193,7 +194,7 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str) -
         books.dashboard = None if config.no_dashboard else client.dashboard_link
         watcher.say(f"dashboard: {books.dashboard or 'off'}")
         cluster.ship(client, kit)
-        for partition, receipt in cluster.run_partitions(client, seen.todo, kit.name, config):
+        for partition, receipt in cluster.run_partitions(client, todo, kit.name, config):
             lease.check()
             if isinstance(receipt, Exception):
                 books.fail(partition, receipt)
@@ -202,6 +203,11 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str) -
                 watcher.advance(receipt)
             if books.stopped:
                 break
+
+
+def largest_first(partitions: Iterable[Partition]) -> list[Partition]:
+    """By stored bytes: at the end no worker is left alone with a long one."""
+    return sorted(partitions, key=lambda partition: partition.bytes, reverse=True)
 
 
 def new_run_id() -> str:

@@ -743,7 +743,7 @@ def _s3_arguments(storage: Storage) -> dict[str, Any]:
     client |= rest.pop("client_kwargs", {})
     config |= rest.pop("config_kwargs", {})
     if (storage.endpoint_url or "").startswith("http://"):
-        client.setdefault("verify", False)  # there is no certificate; loading all known ones costs each worker 40 ms
+        client.setdefault("verify", False)  # there is no certificate; loading all known ones costs each process 30 ms
     named = {"endpoint_url": storage.endpoint_url}
     return {
         "anon": storage.anon,

@@ -41,9 +41,8 @@ class Survey:
 
     @property
     def todo(self) -> tuple[Partition, ...]:
-        """Partitions without a valid receipt, the largest first: at the end no worker is left alone with a long one."""
-        missing = (p for p in self.plan.partitions if p.stem not in self.receipts)
-        return tuple(sorted(missing, key=lambda partition: -partition.bytes))
+        """Partitions without a valid receipt, in order."""
+        return tuple(p for p in self.plan.partitions if p.stem not in self.receipts)
 
 
 def survey(config: RunConfig) -> Survey:

@@ -558,7 +558,9 @@ class _S3:
         if if_match is not None:
             condition["IfMatch"] = f'"{if_match}"'
         try:
-            reply = self._call("write", url, "put_object", Bucket=bucket, Key=key, Body=data, **condition)
+            reply = self._call(
+                "write", url, "put_object", Bucket=bucket, Key=key, Body=data, **_content_type(key), **condition
+            )
         except (WriteConflict, _Missing) as error:
             seen = self.get(url)
             if seen is not None and seen[0] == data:
@@ -765,6 +767,20 @@ def _check_endpoint(url: str) -> None:
 def _split(url: str) -> tuple[str, str]:
     bucket, _, key = url.removeprefix("s3://").partition("/")
     return bucket, key
+
+
+_CONTENT_TYPES: Final[Mapping[str, str]] = {
+    ".parquet": "application/vnd.apache.parquet",
+    ".json": "application/json",
+    ".jsonl": "application/x-ndjson",
+    ".html": "text/html; charset=utf-8",
+}
+
+
+def _content_type(key: str) -> dict[str, str]:
+    """What the object is, for browsers, which then show a report, and for stores, which then do not guess."""
+    kind = _CONTENT_TYPES.get(Path(key).suffix)
+    return {} if kind is None else {"ContentType": kind}
 
 
 def _bare(etag: str) -> str:

@@ -96,6 +96,18 @@ def test_every_key_is_read_written_and_deleted_as_it_is(s3: Any, bucket: str) ->
     assert {key for key in left if not key.startswith("out/")} == set(KEYS) - {"w?.jsonl", "st*ar.jsonl", "q[1].jsonl"}
 
 
+def test_an_object_says_what_it_is(s3: Any, bucket: str) -> None:
+    kinds = {
+        "part-0.parquet": "application/vnd.apache.parquet",
+        "rejects/part-0.jsonl": "application/x-ndjson",
+        "plan.json": "application/json",
+        "report.html": "text/html; charset=utf-8",
+    }
+    for key in kinds:
+        Storage().put(f"s3://{bucket}/{key}", b"{}")
+    assert {key: s3.head_object(Bucket=bucket, Key=key)["ContentType"] for key in kinds} == kinds
+
+
 def test_a_prefix_is_literal(s3: Any, bucket: str) -> None:
     for key in ("a[1]/x", "a1/x", "a[1]b"):
         s3.put_object(Bucket=bucket, Key=key, Body=b"")

@@ -101,6 +101,8 @@ class Sandbox:
                 append(chunk)
         except _TEMPLATE_ERRORS as error:
             raise RowError("template", _one_line(error)) from error
+        finally:
+            context.let_go()
         owners, generated = _read_events(context, {id(message): i for i, message in enumerate(messages)})
         return Trace("".join(context.chunks), owners, generated if self.has_tags else None)
 
@@ -201,6 +203,21 @@ class _Context(Context):
         self.blocks = {key: [value] for key, value in blocks.items()}
         self.chunks: list[str] = []
         self.events: list[tuple[int, ...]] = []
+
+    def let_go(self) -> None:
+        """Undo what a render ties into a ring: macros hold the context, which holds them.
+
+        Else every row's messages and text stay until the cyclic collector comes by (measured: 3 % of a worker's time,
+        and each row written to cold memory).
+        """
+        for value in self.vars.values():
+            if type(value) is Macro:
+                value._func = _ended  # noqa: SLF001  the only way to it
+        self.vars.clear()
+
+
+def _ended(*_: Any) -> str:
+    raise jinja2.TemplateRuntimeError("a macro was called after its render")
 
 
 class _TemplateDict:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.runtime import Context
 
 from etl.config import RunConfig
 from etl.errors import RowError
@@ -493,6 +496,20 @@ def test_a_known_form_saves_the_second_render(qwen: ChatTemplate, monkeypatch: p
     assert len(renders) == 2
     show(qwen, [USER, say("", "e", tool_calls=[call("x"), call("y", {}), call("z", {"k": ["v", 1]})])])
     assert len(renders) == 3
+
+
+def test_a_rendered_row_leaves_nothing_for_the_cyclic_collector(material: Path) -> None:
+    templates = [load_template(material, name) for name in ("qwen3_6", "gptoss", "llama3_1", "deepseekv3", "gemma3")]
+    gc.collect()
+    gc.disable()
+    try:
+        for template in templates:
+            for messages in CONVERSATIONS.values():
+                with contextlib.suppress(RowError):
+                    render_row(template, messages, {"tools": TOOLS})
+        assert not [left for left in gc.get_objects() if isinstance(left, Context)]
+    finally:
+        gc.enable()
 
 
 def test_settled_messages_are_what_is_rendered(material: Path) -> None:

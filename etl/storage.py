@@ -554,13 +554,13 @@ class _S3:
 
     def put(self, url: str, data: bytes, if_match: str | None, if_none_match: bool) -> str:
         bucket, key = _split(url)
-        condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_none_match else {}
+        extra: dict[str, Any] = _content_type(key)
+        if if_none_match:
+            extra["IfNoneMatch"] = "*"
         if if_match is not None:
-            condition["IfMatch"] = f'"{if_match}"'
+            extra["IfMatch"] = f'"{if_match}"'
         try:
-            reply = self._call(
-                "write", url, "put_object", Bucket=bucket, Key=key, Body=data, **_content_type(key), **condition
-            )
+            reply = self._call("write", url, "put_object", Bucket=bucket, Key=key, Body=data, **extra)
         except (WriteConflict, _Missing) as error:
             seen = self.get(url)
             if seen is not None and seen[0] == data:

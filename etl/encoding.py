@@ -2,7 +2,8 @@
 
 Positions come from byte lengths: in byte-level BPE each id stands for a fixed number of bytes of the normalised text,
 so that a running sum over a batch's ids gives every token's end. A row whose lengths do not add up, and tokenizers
-whose ids have no fixed length, take the reference's offsets.
+whose ids have no fixed length, take the reference's offsets. A row with characters that the Unicode tables of the
+libraries involved normalise differently (marks of the last ten years) takes the reference's ids too.
 """
 
 from __future__ import annotations
@@ -82,32 +83,37 @@ class Encoder:
 
     def _encode(self, rows: Sequence[Rendered | TokenIds]) -> Encoded:
         failed: dict[int, RowError] = {}
-        flat, splits = self._ids(rows, failed)
+        places = self._places(rows)
+        flat, splits = self._ids(rows, places, failed)
         verified, different = self._verify(rows, flat, splits, failed)
-        mask, wrong, turns = self._mask(rows, flat, splits, failed)
+        mask, wrong, turns = self._mask(rows, places, flat, splits, failed)
         last = {i: int(mask[first : splits[i + 1]].sum()) for i, first in turns.items()}
         return Encoded(flat, mask, splits, verified, different + wrong, failed, last)
 
     def _ids(
-        self, rows: Sequence[Rendered | TokenIds], failed: dict[int, RowError]
+        self, rows: Sequence[Rendered | TokenIds], places: Sequence[Places | None], failed: dict[int, RowError]
     ) -> tuple[Ids, npt.NDArray[np.int64]]:
         """All rows' ids on end, and where each row's begin."""
-        ids = [self._row_ids(i, row, failed) for i, row in enumerate(rows)]
+        # Where even the places in the text cannot be told, the engines may not agree what the text is.
+        doubtful = self._lengths is not None
+        ids = [self._row_ids(i, row, failed, sure=not (doubtful and places[i] is None)) for i, row in enumerate(rows)]
         splits = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(found) for found in ids], out=splits[1:])
         return np.concatenate([_NO_IDS, *ids]), splits
 
-    def _row_ids(self, i: int, row: Rendered | TokenIds, failed: dict[int, RowError]) -> Ids:
+    def _row_ids(self, i: int, row: Rendered | TokenIds, failed: dict[int, RowError], *, sure: bool) -> Ids:
         try:
             if not isinstance(row, Rendered):
                 return self._given_ids(row)
-            return self._truth.literal_offsets(row.text, row.literal).ids if row.literal else self._text_ids(row.text)
+            if row.literal:
+                return self._truth.literal_offsets(row.text, row.literal).ids
+            return self._text_ids(row.text, sure=sure)
         except RowError as error:
             failed[i] = error
             return _NO_IDS
 
-    def _text_ids(self, text: str) -> Ids:
-        if self._fast is not None:
+    def _text_ids(self, text: str, *, sure: bool) -> Ids:
+        if self._fast is not None and sure:
             try:
                 return self._fast.ids(text)
             except RowError:
@@ -160,6 +166,7 @@ class Encoder:
     def _mask(
         self,
         rows: Sequence[Rendered | TokenIds],
+        places: Sequence[Places | None],
         ids: Ids,
         splits: npt.NDArray[np.int64],
         failed: Mapping[int, RowError],
@@ -171,9 +178,9 @@ class Encoder:
         cuts: list[Span] = []
         apart: list[int] = []
         last: dict[int, int] = {}
-        for i, found in enumerate(self._places(rows, failed)):
+        for i, found in enumerate(places):
             start, end = edges[i], edges[i + 1]
-            if found is None or found.size != end - start:
+            if i in failed or found is None or found.size != end - start:
                 apart.append(i)
                 continue
             spans += [(start + a, start + b) for a, b in found.spans]
@@ -198,10 +205,10 @@ class Encoder:
         small = len(ids) < _INT32_END // self._longest
         return np.cumsum(lengths, dtype=np.int32) if small else np.cumsum(lengths, dtype=np.int64)
 
-    def _places(self, rows: Sequence[Rendered | TokenIds], failed: Mapping[int, RowError]) -> list[Places | None]:
+    def _places(self, rows: Sequence[Rendered | TokenIds]) -> list[Places | None]:
         places: list[Places | None] = [None] * len(rows)
         if self._lengths is not None:
-            texts = {i: row for i, row in enumerate(rows) if isinstance(row, Rendered) and i not in failed}
+            texts = {i: row for i, row in enumerate(rows) if isinstance(row, Rendered)}
             found = byte_places(list(texts.values()), self._truth.cut_out, nfc=self._truth.normalises_nfc)
             for i, place in zip(texts, found, strict=True):
                 places[i] = place

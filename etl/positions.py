@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 
 from etl.added import AddedTokens
 from etl.records import Rendered, Span
@@ -22,7 +23,7 @@ _CONTINUATION, _FIRST_LEAD, _FIRST_LEAD_OF_3, _FIRST_LEAD_OF_4 = 0x80, 0xC0, 0xE
 _FIRST_MARK: Final = 0x300
 _LONGEST_RUN: Final = 1000
 _LEAD_OF_FIRST_MARK: Final = 0xCC
-_TABLE_END: Final = 0x30000
+_TABLE_END: Final = 0x40000
 _INERT, _CHANGES, _FOLLOWS, _UNKNOWN = 0, 1, 2, 3
 
 
@@ -37,8 +38,8 @@ class Places(NamedTuple):
 def byte_places(rows: Sequence[Rendered], added: AddedTokens, *, nfc: bool) -> list[Places | None]:
     """Where each row's spans and cuts lie in UTF-8 bytes; `added` finds the tokens that are cut out unnormalised.
 
-    None where that cannot be told: the text holds characters that this Python's Unicode tables do not know, so that
-    the tokenizer may normalise them in another way, or an endless run of marks. No text may hold a lone surrogate.
+    None where that cannot be told: the text holds characters that Unicode tables do not agree on (this Python's, the
+    tokenizer's), so that each may split or normalise them in another way, or an endless run of marks.
     """
     places: list[Places | None] = [
         Places(len(row.text), row.spans, [(cut, cut) for cut in row.cuts]) if row.text.isascii() else None
@@ -47,10 +48,10 @@ def byte_places(rows: Sequence[Rendered], added: AddedTokens, *, nfc: bool) -> l
     wide = [i for i, row in enumerate(rows) if places[i] is None]
     if wide:
         texts = _Texts([rows[i].text for i in wide])
-        worst = texts.worst_kinds() if nfc else [_INERT] * len(wide)
         found = texts.places([rows[i] for i in wide])
-        for i, kind, place in zip(wide, worst, found, strict=True):
-            if kind == _INERT or (kind != _UNKNOWN and unicodedata.is_normalized("NFC", rows[i].text)):
+        for i, kind, place in zip(wide, texts.worst_kinds(), found, strict=True):
+            as_it_is = not nfc or kind == _INERT
+            if kind != _UNKNOWN and (as_it_is or unicodedata.is_normalized("NFC", rows[i].text)):
                 places[i] = place
             elif kind != _UNKNOWN:
                 places[i] = _normalised_places(rows[i], added)
@@ -61,7 +62,7 @@ class _Texts:
     """Several texts as one stretch of UTF-8 bytes, of which only the characters beyond ASCII are looked at."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        encoded = [text.encode() for text in texts]
+        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
         self._bytes = np.frombuffer(b"".join(encoded), np.uint8)
         self._byte_ends = np.cumsum([len(part) for part in encoded])
         self._char_starts = np.cumsum([0, *map(len, texts)])[:-1].tolist()
@@ -77,7 +78,7 @@ class _Texts:
         """The highest kind among each text's characters."""
         worst = [_INERT] * len(self._byte_ends)
         if self._greatest >= _LEAD_OF_FIRST_MARK:
-            kinds = _kinds(self._bytes[self._bytes >= _CONTINUATION].tobytes().decode())
+            kinds = _kinds(self._bytes[self._bytes >= _CONTINUATION].tobytes().decode("utf-8", "surrogatepass"))
             special = np.flatnonzero(kinds)
             owners = np.searchsorted(self._byte_ends, self._leads[special], side="right")
             for owner, kind in set(zip(owners.tolist(), kinds[special].tolist(), strict=True)):
@@ -184,7 +185,7 @@ def _core(start: int, before: str, after: str) -> _Change:
 
 
 def _kinds(text: str) -> npt.NDArray[np.uint8]:
-    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     return _table()[np.minimum(codes, _TABLE_END)]
 
 
@@ -192,23 +193,39 @@ def _kinds(text: str) -> npt.NDArray[np.uint8]:
 def _table() -> npt.NDArray[np.uint8]:
     """What each code point is to NFC, by this Python's tables: inert; changes, alone; may follow another; unknown.
 
-    All from U+30000 on share the last place: ideographs, tags, variation selectors and private use, inert for good.
+    Unknown are also lone surrogates, and what the tokenizers library, whose tables are of another year, normalises in
+    another way. All from U+40000 on share the last place: tags, variation selectors and private use, inert for good.
     """
     table = np.zeros(_TABLE_END + 1, np.uint8)
     table[0x1161:0x1176] = table[0x11A8:0x11C3] = _FOLLOWS  # Hangul vowels and finals, which join by arithmetic
     changing: list[int] = []
-    for code in range(_FIRST_MARK, _TABLE_END):
-        character = chr(code)
-        if unicodedata.category(character) == "Cn":
-            table[code] = _UNKNOWN
-        elif unicodedata.combining(character):
+    unknown: list[int] = []
+    for code, character in enumerate(map(chr, range(_FIRST_MARK, _TABLE_END)), _FIRST_MARK):
+        is_mark, made_of = unicodedata.combining(character), unicodedata.decomposition(character)
+        if not (is_mark or made_of):
+            if unicodedata.category(character) in {"Cn", "Cs"}:
+                unknown.append(code)
+            continue
+        parts = [] if made_of.startswith("<") else [int(part, 16) for part in made_of.split()]
+        if is_mark:
             table[code] = _FOLLOWS
-        elif not unicodedata.is_normalized("NFC", character):
+        elif parts and not unicodedata.is_normalized("NFC", character):
             changing.append(code)
-        first, *others = unicodedata.decomposition(character).split() or [""]
-        if others and not first.startswith("<"):
-            table[int(others[0], 16)] = _FOLLOWS
+        table[parts[1:]] = _FOLLOWS
+        if (is_mark or parts) and _is_disputed(character):
+            unknown += [code, *parts[1:]]
     for code in changing:
         head = ord(unicodedata.normalize("NFD", chr(code))[0])
         table[code] = max(table[code], _FOLLOWS if table[head] == _FOLLOWS else _CHANGES)
+    table[unknown] = _UNKNOWN
     return table
+
+
+_NFC: Final = tokenizers.normalizers.NFC()
+
+
+def _is_disputed(character: str) -> bool:
+    # a mark of whatever class changes places with one of these two; what it is made of shows what joins
+    probe = f"x{character}\u0334 x\u0345{character} {unicodedata.normalize('NFD', character)}"
+    agreed: bool = _NFC.normalize_str(probe) == unicodedata.normalize("NFC", probe)
+    return not agreed

@@ -20,6 +20,7 @@ import tokenizers
 from etl.encoding import Encoder
 from etl.engines import CACHE_BYTES, Gigatoken, guarded, resident_bytes
 from etl.errors import RowError, UsageError
+from etl.positions import byte_places
 from etl.records import Encoded, Rendered, TokenizerSpec
 from tests.independent import independent_mask, load_plain
 from tests.texts import HOSTILE, hostile_texts
@@ -186,6 +187,48 @@ def test_the_families_ids_and_masks_equal_the_independent_ones(material: Path, f
     assert found._lengths[found.encode([Rendered(ordinary, ())]).ids].sum() == len(ordinary.encode())
     rows = scattered([*HOSTILE, *hostile_texts(300, seed=5)], seed=6)
     assert disagreements(found, load_plain(spec.backend_json), rows) == []
+
+
+YOUNG_MARKS = (
+    "\u07ca\u07f3\u07fd",
+    "\u0627\u08d0\u0301\u0898",
+    "e\u0301\u1ac1\u0323",
+    "\u0e81\u0eba\u0ec8",
+    "x\U0001e2ec\u0334",
+)
+
+
+def test_marks_that_the_libraries_order_differently_get_the_references_ids(
+    encoder: Encoder, plain: tokenizers.Tokenizer
+) -> None:
+    # Unicode 10 in the tokenizers library, 14 in Python 3.11, 17 in gigatoken: each moves the marks that it knows
+    texts = [f"{marks}{turned}<|im_end|>ok" for marks in YOUNG_MARKS for turned in (marks, marks[::-1])]
+    assert disagreements(encoder, plain, [rendered(text, "ok") for text in texts]) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_6", "deepseek_v3", "llama3_1"])
+def test_no_character_alone_or_beside_marks_is_taken_otherwise_than_by_the_reference(
+    material: Path, qwen36: TokenizerSpec, family: str
+) -> None:
+    spec = qwen36 if family == "qwen3_6" else family_spec(material / "tokenizers" / family)
+    found = Encoder(spec, verify_share=0)
+    assert found.engine_name == "gigatoken"
+    plain = load_plain(spec.backend_json)
+    for start in range(0x80, 0x34000, 256):
+        characters = [chr(code) for code in range(start, start + 256) if not 0xD800 <= code < 0xE000]
+        # those that tables do not know go to the reference by themselves, and would take the others with them
+        doubtful = [c for c in characters if byte_places([Rendered(c, ())], found._truth.cut_out, nfc=True) == [None]]
+        text = "|".join(map(in_company, sorted({*characters} - {*doubtful})))
+        few = "|".join(map(in_company, doubtful[:4]))
+        encoded = found.encode([Rendered(text, ()), Rendered(few, ())])
+        assert row(encoded, 0)[0] == plain.encode(text, add_special_tokens=False).ids, f"U+{start:04X}"
+        assert row(encoded, 1)[0] == plain.encode(few, add_special_tokens=False).ids, f"U+{start:04X}"
+
+
+def in_company(c: str) -> str:
+    """The character beside letters, digits, quotes, blanks, itself, and marks of low and high classes."""
+    return f"a{c}b {c}{c} 1{c}2'{c}s\n{c} {c}!.{c} x{c}\n x{c}\u0334 x\u0345{c} e{c}\u0301 \u0928{c}\u093c"
 
 
 def test_both_engines_give_the_same_rows(encoder: Encoder) -> None:

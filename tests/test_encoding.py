@@ -23,7 +23,7 @@ from etl.errors import RowError, UsageError
 from etl.positions import byte_places
 from etl.records import Encoded, Rendered, TokenizerSpec
 from tests.independent import independent_mask, load_plain
-from tests.texts import HOSTILE, hostile_texts
+from tests.texts import HOSTILE, block_texts, hostile_texts
 
 IM_START, IM_END, THINK, END_THINK = 248045, 248046, 248068, 248069
 
@@ -187,6 +187,15 @@ def test_the_families_ids_and_masks_equal_the_independent_ones(material: Path, f
     assert found._lengths[found.encode([Rendered(ordinary, ())]).ids].sum() == len(ordinary.encode())
     rows = scattered([*HOSTILE, *hostile_texts(300, seed=5)], seed=6)
     assert disagreements(found, load_plain(spec.backend_json), rows) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_6", "llama3_1", "qwen3", "gemma3", "deepseek_v3", "gptoss"])
+def test_text_of_any_unicode_block_gets_the_independent_ids_and_masks(
+    material: Path, qwen36: TokenizerSpec, family: str
+) -> None:
+    spec = qwen36 if family == "qwen3_6" else family_spec(material / "tokenizers" / family)
+    assert disagreements(Encoder(spec), load_plain(spec.backend_json), scattered(block_texts(1500, 7), seed=8)) == []
 
 
 YOUNG_MARKS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 from typing import Final
 
 HOSTILE: Final = (
@@ -73,3 +74,27 @@ def hostile_texts(count: int, seed: int) -> list[str]:
     """`count` random mixtures of up to 40 awkward pieces; the same for the same seed."""
     draw = random.Random(seed)
     return ["".join(draw.choices(_PIECES, k=draw.randint(1, 40))) for _ in range(count)]
+
+
+def block_texts(count: int, seed: int) -> list[str]:
+    """Texts of one Unicode block each, assigned or not, with marks, blanks and ASCII strewn in."""
+    draw = random.Random(seed)
+    return [_block_text(draw) for _ in range(count)]
+
+
+def _block_text(draw: random.Random) -> str:
+    block = draw.randrange(0x34000) & ~0x7F
+    if 0xD800 <= block < 0xE000:
+        return ""
+    kinds = (
+        lambda: chr(block + draw.randrange(128)),
+        lambda: chr(block + draw.randrange(128)),
+        lambda: draw.choice(_MARKS),
+        lambda: draw.choice(_PIECES),
+        lambda: chr(draw.randrange(32, 127)),
+        lambda: " ",
+    )
+    return "".join(draw.choice(kinds)() for _ in range(120))
+
+
+_MARKS: Final = tuple(chr(code) for code in range(0x300, 0x20000) if unicodedata.combining(chr(code)))

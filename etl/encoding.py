@@ -84,19 +84,24 @@ class Encoder:
     def _encode(self, rows: Sequence[Rendered | TokenIds]) -> Encoded:
         failed: dict[int, RowError] = {}
         places = self._places(rows)
-        flat, splits = self._ids(rows, places, failed)
+        doubtful = self._find_doubtful(rows, places)
+        flat, splits = self._ids(rows, doubtful, failed)
         verified, different = self._verify(rows, flat, splits, failed)
         mask, wrong, turns = self._mask(rows, places, flat, splits, failed)
         last = {i: int(mask[first : splits[i + 1]].sum()) for i, first in turns.items()}
-        return Encoded(flat, mask, splits, verified, different + wrong, failed, last)
+        return Encoded(flat, mask, splits, verified, different + wrong, failed, last, len(doubtful))
+
+    def _find_doubtful(self, rows: Sequence[Rendered | TokenIds], places: Sequence[Places | None]) -> frozenset[int]:
+        """Rows in which even the places cannot be told: the engines may not agree what the text is."""
+        if self._fast is None or self._lengths is None or None not in places:
+            return frozenset()
+        return frozenset(i for i, row in enumerate(rows) if places[i] is None and isinstance(row, Rendered))
 
     def _ids(
-        self, rows: Sequence[Rendered | TokenIds], places: Sequence[Places | None], failed: dict[int, RowError]
+        self, rows: Sequence[Rendered | TokenIds], doubtful: frozenset[int], failed: dict[int, RowError]
     ) -> tuple[Ids, npt.NDArray[np.int64]]:
         """All rows' ids on end, and where each row's begin."""
-        # Where even the places in the text cannot be told, the engines may not agree what the text is.
-        doubtful = self._lengths is not None
-        ids = [self._row_ids(i, row, failed, sure=not (doubtful and places[i] is None)) for i, row in enumerate(rows)]
+        ids = [self._row_ids(i, row, failed, sure=i not in doubtful) for i, row in enumerate(rows)]
         splits = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(found) for found in ids], out=splits[1:])
         return np.concatenate([_NO_IDS, *ids]), splits

@@ -280,7 +280,9 @@ def _encodable(conversation: Conversation, kit: Kit) -> _Encodable:
 
 
 def _counts(rows: Sequence[_Row], items: Sequence[_Encodable], encoded: Encoded, config: RunConfig) -> Counter[str]:
-    """Rows by the shape found, what parsing and rendering counted, and rows that `--over-length truncate` shortens."""
+    """Rows by the shape found, what parsing and rendering counted, rows that `--over-length truncate` shortens, and
+    rows that only the reference was trusted with.
+    """
     found: Counter[str] = Counter(f"shape_{row.conversation.shape}" for row in rows)
     for row, item in zip(rows, items, strict=True):
         if row.conversation.counts:
@@ -289,6 +291,7 @@ def _counts(rows: Sequence[_Row], items: Sequence[_Encodable], encoded: Encoded,
             found.update(item.counts)
     if config.max_length is not None and config.over_length == "truncate":
         found["shortened_rows"] = int((np.diff(encoded.splits) > config.max_length).sum())
+    found["reference_rows"] = encoded.doubtful
     return +found
 
 

@@ -210,7 +210,8 @@ class Encoded:
     `ids` int32 [n], `mask` int8 [n] of 0 and 1, `splits` int64 [rows + 1]. `mismatched` counts rows on which the two
     engines differed, `verified` those that both encoded. `failed`: by row, why the tokenizer could not take it; such a
     row is empty here and one reject. `last_turn_tokens`: by row, the trained tokens that begin in `Rendered.last_turn`,
-    where that begins with a span.
+    where that begins with a span. `doubtful`: rows that the fast engine was not asked for, since Unicode tables do not
+    agree on their characters.
     """
 
     ids: npt.NDArray[np.int32]
@@ -220,6 +221,7 @@ class Encoded:
     mismatched: int = 0
     failed: Mapping[int, RowError] = field(default_factory=dict)
     last_turn_tokens: Mapping[int, int] = field(default_factory=dict)
+    doubtful: int = 0
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.mask) or self.splits[-1] != len(self.ids):

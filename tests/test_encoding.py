@@ -213,6 +213,7 @@ def test_marks_that_the_libraries_order_differently_get_the_references_ids(
     # Unicode 10 in the tokenizers library, 14 in Python 3.11, 17 in gigatoken: each moves the marks that it knows
     texts = [f"{marks}{turned}<|im_end|>ok" for marks in YOUNG_MARKS for turned in (marks, marks[::-1])]
     assert disagreements(encoder, plain, [rendered(text, "ok") for text in texts]) == []
+    assert encoder.encode([rendered(texts[0], "ok"), rendered("e\u0301 ok", "ok")]).doubtful == 1
 
 
 @pytest.mark.long

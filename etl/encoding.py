@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -83,42 +84,43 @@ class Encoder:
 
     def _encode(self, rows: Sequence[Rendered | TokenIds]) -> Encoded:
         failed: dict[int, RowError] = {}
-        places = self._places(rows)
-        doubtful = self._find_doubtful(rows, places)
-        flat, splits = self._ids(rows, doubtful, failed)
+        ids = [self._attempt(i, failed, partial(self._row_ids, row)) for i, row in enumerate(rows)]
+        places = self._places(rows, failed)
+        doubtful = self._find_doubtful(rows, places, failed)
+        for i, text in doubtful.items():
+            ids[i] = self._attempt(i, failed, partial(self._truth.ids, text))
+        splits = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(found) for found in ids], out=splits[1:])
+        flat = np.concatenate([_NO_IDS, *ids])
         verified, different = self._verify(rows, flat, splits, failed)
         mask, wrong, turns = self._mask(rows, places, flat, splits, failed)
         last = {i: int(mask[first : splits[i + 1]].sum()) for i, first in turns.items()}
         return Encoded(flat, mask, splits, verified, different + wrong, failed, last, len(doubtful))
 
-    def _find_doubtful(self, rows: Sequence[Rendered | TokenIds], places: Sequence[Places | None]) -> frozenset[int]:
-        """Rows in which even the places cannot be told: the engines may not agree what the text is."""
+    def _find_doubtful(
+        self, rows: Sequence[Rendered | TokenIds], places: Sequence[Places | None], failed: Mapping[int, RowError]
+    ) -> dict[int, str]:
+        """Texts in which even the places cannot be told, by row: the engines may not agree what the text is."""
         if self._fast is None or self._lengths is None or None not in places:
-            return frozenset()
-        return frozenset(i for i, row in enumerate(rows) if places[i] is None and isinstance(row, Rendered))
+            return {}
+        unplaced = (i for i, place in enumerate(places) if place is None and i not in failed)
+        return {i: row.text for i in unplaced if isinstance(row := rows[i], Rendered) and not row.literal}
 
-    def _ids(
-        self, rows: Sequence[Rendered | TokenIds], doubtful: frozenset[int], failed: dict[int, RowError]
-    ) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """All rows' ids on end, and where each row's begin."""
-        ids = [self._row_ids(i, row, failed, sure=i not in doubtful) for i, row in enumerate(rows)]
-        splits = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([len(found) for found in ids], out=splits[1:])
-        return np.concatenate([_NO_IDS, *ids]), splits
-
-    def _row_ids(self, i: int, row: Rendered | TokenIds, failed: dict[int, RowError], *, sure: bool) -> Ids:
+    @staticmethod
+    def _attempt(i: int, failed: dict[int, RowError], encode: Callable[[], Ids]) -> Ids:
         try:
-            if not isinstance(row, Rendered):
-                return self._given_ids(row)
-            if row.literal:
-                return self._truth.literal_offsets(row.text, row.literal).ids
-            return self._text_ids(row.text, sure=sure)
+            return encode()
         except RowError as error:
             failed[i] = error
             return _NO_IDS
 
-    def _text_ids(self, text: str, *, sure: bool) -> Ids:
-        if self._fast is not None and sure:
+    def _row_ids(self, row: Rendered | TokenIds) -> Ids:
+        if not isinstance(row, Rendered):
+            return self._given_ids(row)
+        return self._truth.literal_offsets(row.text, row.literal).ids if row.literal else self._text_ids(row.text)
+
+    def _text_ids(self, text: str) -> Ids:
+        if self._fast is not None:
             try:
                 return self._fast.ids(text)
             except RowError:
@@ -185,7 +187,7 @@ class Encoder:
         last: dict[int, int] = {}
         for i, found in enumerate(places):
             start, end = edges[i], edges[i + 1]
-            if i in failed or found is None or found.size != end - start:
+            if found is None or found.size != end - start:
                 apart.append(i)
                 continue
             spans += [(start + a, start + b) for a, b in found.spans]
@@ -210,10 +212,10 @@ class Encoder:
         small = len(ids) < _INT32_END // self._longest
         return np.cumsum(lengths, dtype=np.int32) if small else np.cumsum(lengths, dtype=np.int64)
 
-    def _places(self, rows: Sequence[Rendered | TokenIds]) -> list[Places | None]:
+    def _places(self, rows: Sequence[Rendered | TokenIds], failed: Mapping[int, RowError]) -> list[Places | None]:
         places: list[Places | None] = [None] * len(rows)
         if self._lengths is not None:
-            texts = {i: row for i, row in enumerate(rows) if isinstance(row, Rendered)}
+            texts = {i: row for i, row in enumerate(rows) if isinstance(row, Rendered) and i not in failed}
             found = byte_places(list(texts.values()), self._truth.cut_out, nfc=self._truth.normalises_nfc)
             for i, place in zip(texts, found, strict=True):
                 places[i] = place

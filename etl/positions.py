@@ -39,7 +39,8 @@ def byte_places(rows: Sequence[Rendered], added: AddedTokens, *, nfc: bool) -> l
     """Where each row's spans and cuts lie in UTF-8 bytes; `added` finds the tokens that are cut out unnormalised.
 
     None where that cannot be told: the text holds characters that Unicode tables do not agree on (this Python's, the
-    tokenizer's), so that each may split or normalise them in another way, or an endless run of marks.
+    tokenizer's), so that each may split or normalise them in another way, or an endless run of marks. No text may hold
+    a lone surrogate.
     """
     places: list[Places | None] = [
         Places(len(row.text), row.spans, [(cut, cut) for cut in row.cuts]) if row.text.isascii() else None
@@ -62,7 +63,7 @@ class _Texts:
     """Several texts as one stretch of UTF-8 bytes, of which only the characters beyond ASCII are looked at."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+        encoded = [text.encode() for text in texts]  # an engine has left it in the string
         self._bytes = np.frombuffer(b"".join(encoded), np.uint8)
         self._byte_ends = np.cumsum([len(part) for part in encoded])
         self._char_starts = np.cumsum([0, *map(len, texts)])[:-1].tolist()
@@ -78,7 +79,7 @@ class _Texts:
         """The highest kind among each text's characters."""
         worst = [_INERT] * len(self._byte_ends)
         if self._greatest >= _LEAD_OF_FIRST_MARK:
-            kinds = _kinds(self._bytes[self._bytes >= _CONTINUATION].tobytes().decode("utf-8", "surrogatepass"))
+            kinds = _kinds(self._bytes[self._bytes >= _CONTINUATION].tobytes().decode())
             special = np.flatnonzero(kinds)
             owners = np.searchsorted(self._byte_ends, self._leads[special], side="right")
             for owner, kind in set(zip(owners.tolist(), kinds[special].tolist(), strict=True)):
@@ -185,7 +186,7 @@ def _core(start: int, before: str, after: str) -> _Change:
 
 
 def _kinds(text: str) -> npt.NDArray[np.uint8]:
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     return _table()[np.minimum(codes, _TABLE_END)]
 
 
@@ -193,8 +194,8 @@ def _kinds(text: str) -> npt.NDArray[np.uint8]:
 def _table() -> npt.NDArray[np.uint8]:
     """What each code point is to NFC, by this Python's tables: inert; changes, alone; may follow another; unknown.
 
-    Unknown are also lone surrogates, and what the tokenizers library, whose tables are of another year, normalises in
-    another way. All from U+40000 on share the last place: tags, variation selectors and private use, inert for good.
+    Unknown is also what the tokenizers library, whose tables are of another year, normalises in another way. All from
+    U+40000 on share the last place: tags, variation selectors and private use, inert for good.
     """
     table = np.zeros(_TABLE_END + 1, np.uint8)
     table[0x1161:0x1176] = table[0x11A8:0x11C3] = _FOLLOWS  # Hangul vowels and finals, which join by arithmetic
@@ -203,7 +204,7 @@ def _table() -> npt.NDArray[np.uint8]:
     for code, character in enumerate(map(chr, range(_FIRST_MARK, _TABLE_END)), _FIRST_MARK):
         is_mark, made_of = unicodedata.combining(character), unicodedata.decomposition(character)
         if not (is_mark or made_of):
-            if unicodedata.category(character) in {"Cn", "Cs"}:
+            if unicodedata.category(character) == "Cn":
                 unknown.append(code)
             continue
         parts = [] if made_of.startswith("<") else [int(part, 16) for part in made_of.split()]

@@ -135,9 +135,15 @@ def _read_events(
             since = at
         del stack[depth:]
         if len(event) > _PLACE:
-            outer = stack[-1] if stack else -1
-            stack.append(next((index[known] for known in event[_PLACE:] if known in index), outer))
+            stack.append(_owner(event, index, stack[-1] if stack else -1))
     return tuple(owners), tuple(generated)
+
+
+def _owner(event: tuple[int, ...], index: Mapping[int, int], outer: int) -> int:
+    for known in event[_PLACE:]:
+        if known in index:
+            return index[known]
+    return outer
 
 
 # --- the environment: what transformers gives a template, no more ---
@@ -152,10 +158,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         kind = type(obj)
         if kind is dict:
             if attribute not in _DICT_ATTRIBUTES:
-                try:
-                    return obj[attribute]
-                except KeyError:
-                    return self.undefined(obj=obj, name=attribute)
+                value = obj.get(attribute, missing)
+                return self.undefined(obj=obj, name=attribute) if value is missing else value
         elif kind is _TemplateNamespace:
             value = object.__getattribute__(obj, "_Namespace__attrs").get(attribute, missing)
             if type(value) in _PLAIN_TYPES and not attribute.startswith("_"):
@@ -167,16 +171,12 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         kind = type(obj)
         if kind is Macro:
-            kwargs.pop("_loop_vars", None)
-            kwargs.pop("_block_vars", None)
             absent = len(obj.arguments) - len(args)
             special = obj.caller or obj.catch_kwargs or obj.catch_varargs or context.eval_ctx.autoescape
             if kwargs or special or absent < 0:
                 return obj(context.eval_ctx, *args, **kwargs)
             return obj._func(*args, *(missing,) * absent)  # noqa: SLF001  what its __call__ comes to
         if obj is _TemplateNamespace or (kind is BuiltinMethodType and type(obj.__self__) is str):
-            kwargs.pop("_loop_vars", None)
-            kwargs.pop("_block_vars", None)
             return obj(*args, **kwargs)
         return super().call(context, obj, *args, **kwargs)
 
@@ -303,6 +303,18 @@ class _CodeGenerator(CodeGenerator):
             self.visit(target, frame)
             self.write(")")
         self.write("))")
+
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802  found by this name
+        """Without the variables of loops and blocks, which only callables that ask for the context see: there are none.
+
+        Passed as keywords and taken out again, they cost more than most calls.
+        """
+        before = frame.loop_frame, frame.block_frame
+        frame.loop_frame = frame.block_frame = False
+        try:
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+        finally:
+            frame.loop_frame, frame.block_frame = before
 
     @optimizeconst
     def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802  found by this name

@@ -30,6 +30,7 @@ import dask.dataframe as dd
 import pandas as pd
 import pyarrow as pa
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
+from dask.system import cpu_count
 from distributed import (
     Client,
     LocalCluster,
@@ -372,8 +373,8 @@ def with_shares(config: RunConfig) -> RunConfig:
 
 
 def worker_count(config: RunConfig) -> int:
-    """`--workers`, or as many as this process may use cores."""
-    return config.workers or len(os.sched_getaffinity(0))
+    """`--workers`, or as many as this process may use cores, a container's share of them included."""
+    return config.workers or cpu_count()
 
 
 def memory_limit(config: RunConfig, workers: int) -> int:
@@ -463,8 +464,8 @@ def slide(
     waiting = iter(items)
     owner: dict[Any, T] = {}
     done = as_completed(with_results=False)
-    workers = max(2, len(client.scheduler_info(n_workers=-1)["workers"]))
-    window = 4 * workers  # for each one that computes, one that waits in the worker, and two that are being written
+    at_once = max(2, _computing_at_once(client))
+    window = 4 * at_once  # for each one that computes, one that waits in the worker, and two that are being written
 
     def fill(count: int) -> None:
         chunk = list(islice(waiting, count))
@@ -480,5 +481,15 @@ def slide(
         error = future.exception()
         yield item, error if error is not None else future.result()
         future.release()
-        if len(owner) <= window - workers:
+        if len(owner) <= window - at_once:
             fill(window - len(owner))
+
+
+def _computing_at_once(client: Client) -> int:
+    """How many workers can compute: all of them, but of this machine's own no more than it has cores.
+
+    More at once would only take turns, and each would pay for its first partition before any is done (measured: 128
+    workers on two cores took 1.7 times as long as two, and 75 s to the first receipt).
+    """
+    workers = len(client.scheduler_info(n_workers=-1)["workers"])
+    return min(workers, cpu_count()) if isinstance(client.cluster, LocalCluster) else workers

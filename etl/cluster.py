@@ -377,6 +377,14 @@ def worker_count(config: RunConfig) -> int:
     return config.workers or cpu_count()
 
 
+def describe_crowd(config: RunConfig) -> str | None:
+    """What to say of more local workers than cores; None where there are not."""
+    workers, cores = worker_count(config), cpu_count()
+    if config.scheduler is not None or workers <= cores:
+        return None
+    return f"{workers} workers on {cores} {'core' if cores == 1 else 'cores'}: only as many compute at a time"
+
+
 def memory_limit(config: RunConfig, workers: int) -> int:
     """Bytes a worker may use before Dask restarts it: its share of the machine, but never less than 1 GiB.
 

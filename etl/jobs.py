@@ -193,6 +193,8 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str) -
     with cluster.connect(config, kit) as client:
         books.dashboard = None if config.no_dashboard else client.dashboard_link
         watcher.say(f"dashboard: {books.dashboard or 'off'}")
+        if crowd := cluster.describe_crowd(config):
+            watcher.say(crowd)
         cluster.ship(client, kit)
         for partition, receipt in cluster.run_partitions(client, todo, kit.name, config):
             lease.check()

@@ -700,7 +700,14 @@ class _Connection:
             skip_instance_cache=True, use_listings_cache=False, session=_session(self._profile), **self._arguments
         )
         fs.retries = 1  # see _S3: repeating is ours
+        fsspec.asyn.get_loop().set_exception_handler(_tell_or_pass_over)
         return fs
+
+
+def _tell_or_pass_over(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What no one awaited is told; but for aiohttp's own tasks whose connection broke, of which the request knows."""
+    if not isinstance(context.get("exception"), aiohttp.ClientConnectionError):
+        loop.default_exception_handler(context)
 
 
 _CONNECTIONS: Final[dict[tuple[int, str], _Connection]] = {}

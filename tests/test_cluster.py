@@ -93,6 +93,14 @@ def test_of_many_partitions_the_scheduler_knows_a_window_alone(
     assert most <= window
 
 
+def test_more_workers_than_cores_are_said(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "cpu_count", lambda: 2)
+    said = cluster.describe_crowd(config(bucket, workers=128))
+    assert said == "128 workers on 2 cores: only as many compute at a time"
+    assert cluster.describe_crowd(config(bucket, workers=2)) is None
+    assert cluster.describe_crowd(config(bucket, scheduler="tcp://127.0.0.1:1")) is None
+
+
 def test_the_optimised_expression_has_one_key_a_partition(bucket: str) -> None:
     options = config(bucket)
     expression = cluster.write_expression(partitions(7), "kit", options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import multiprocessing
 import os
 import pickle
@@ -15,7 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import fsspec
+import fsspec.asyn
 import pytest
 
 from etl import storage as storage_module
@@ -398,6 +402,27 @@ def test_a_reply_cut_short_is_asked_for_again(proxy: Proxy, bucket: str) -> None
     proxy.cut_bodies = 2
     assert storage.read(f"s3://{bucket}/x", 0, len(body), etag) == body
     assert storage.retries == 2
+
+
+def test_a_broken_connection_prints_no_traceback_of_a_task_that_nobody_awaits(
+    bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Storage().put(f"s3://{bucket}/x", b"x")
+
+    async def leave_alone() -> None:
+        async def fail(error: Exception) -> None:
+            raise error
+
+        for error in (aiohttp.ClientConnectionResetError("reset"), ValueError("told")):
+            task = asyncio.ensure_future(fail(error))
+            await asyncio.wait([task])
+            del task
+            gc.collect()
+
+    fsspec.asyn.sync(fsspec.asyn.get_loop(), leave_alone)
+    assert [record.exc_info[1].args for record in caplog.records if record.exc_info and record.exc_info[1]] == [
+        ("told",)
+    ]
 
 
 def test_a_refusal_that_cannot_pass_is_not_repeated(proxy: Proxy, bucket: str) -> None:

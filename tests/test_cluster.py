@@ -81,7 +81,7 @@ def test_of_many_partitions_the_scheduler_knows_a_window_alone(
     monkeypatch.setattr(cluster, "cpu_count", lambda: cores)  # four workers on two cores would only take turns
     most = 0
     with (
-        dask.config.set(cluster.SETTINGS),
+        dask.config.set({**cluster.SETTINGS, **cluster.pace(4)}),
         LocalCluster(n_workers=4, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50) as local,
         Client(local) as client,
     ):

@@ -16,7 +16,7 @@ from distributed import LocalCluster
 
 from etl import jobs
 from etl import storage as storage_module
-from etl.cluster import SETTINGS
+from etl.cluster import SETTINGS, pace
 from etl.ledger import Places
 from etl.tables import serialize
 from tests.jobs import QWEN36, ROOT, config, etl, jsonl, small_rows, stored, upload
@@ -37,7 +37,7 @@ def proxy(moto: str) -> Iterator[Proxy]:
 def nearby() -> Iterator[str]:
     """The address of a cluster of two workers in this process, so that a test can reach what they do."""
     with (
-        dask.config.set(SETTINGS),
+        dask.config.set({**SETTINGS, **pace(2)}),
         LocalCluster(
             n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50
         ) as cluster,

@@ -38,10 +38,10 @@ QWEN36: Final = "builtin:qwen3.6"
 PLAIN: Final = str(MATERIAL / "templates" / "qwen3_6.jinja")
 MARKED: Final = str(MATERIAL / "templates" / "qwen3_6_training.jinja")
 RIVALS: Final = {"b": "pool", "c": "datasets", "d": "daft"}
-SECTIONS: Final = ("a", "b", "c", "d", "stages", "scale", "latency", "planning")
+SECTIONS: Final = ("a", "b", "c", "d", "stages", "many", "scale", "latency", "planning")
 PLANNED: Final = (1_805, 1_000_000)
 FINE: Final = "1MiB"
-"""Partition size where 128 workers are compared with 2: with fewer partitions than workers, most would have none."""
+"""Partition size where 128 workers are compared with 2: with fewer partitions than workers, some could have none."""
 
 STORED_AS: Final = "application/zip"
 """What the objects are said to be. SeaweedFS keeps text gzipped and inflates it again for every read, which costs it
@@ -158,7 +158,7 @@ def take_rounds(rounds: int, contenders: Sequence[Callable[[], Measured]]) -> li
 
 
 def show_contest(bench: Bench, only: Sequence[str]) -> None:
-    """Ours with 1, 2 and 128 workers beside the rivals, and ours by stage."""
+    """Ours with 1 and 2 workers beside the rivals, and ours by stage."""
     options = bench.options
     letters = [letter for letter in RIVALS if letter in only and _can(letter)]
     names = ["(a) etl, 2 workers", *letters]
@@ -168,14 +168,10 @@ def show_contest(bench: Bench, only: Sequence[str]) -> None:
         names.append("(a) etl, 1 worker")
         calls.append(partial(bench.ours, names[-1], options.rows, workers=1))
     taken = dict(zip(names, take_rounds(options.rounds, calls), strict=True))
-    fine = show_many(bench) if "a" in only else {}
-    figures.show_speeds({**taken, **fine})
+    figures.show_speeds(taken)
     two = taken[names[0]]
     for letter in letters:
         print(f"  2 workers against ({letter}): {figures.ratios(two, taken[letter])}")
-    if fine:
-        few, many = fine.values()
-        print(f"  128 workers against 2, partitions of {FINE}: {figures.ratios(many, few)}")
     idle, slot = (figures.middle(two, value) for value in (lambda m: m.idle, lambda m: figures.waiting(m, 2)))
     print(f"  waiting at 2 workers: the cores idle {idle:.1%} of the time;")
     print(
@@ -185,14 +181,17 @@ def show_contest(bench: Bench, only: Sequence[str]) -> None:
         figures.show_stages({"1 worker": taken["(a) etl, 1 worker"], "2 workers": two})
 
 
-def show_many(bench: Bench) -> dict[str, list[Measured]]:
+def show_many(bench: Bench) -> None:
     """2 and 128 workers on the same small partitions."""
-    names = [f"(a) etl, {count} workers, {FINE}" for count in (2, bench.options.many)]
+    options = bench.options
+    names = [f"(a) etl, {count} workers, {FINE}" for count in (2, options.many)]
     calls = [
-        partial(bench.ours, name, bench.options.rows, workers=count, partition_bytes=FINE)
-        for count, name in zip((2, bench.options.many), names, strict=True)
+        partial(bench.ours, name, options.many_rows, workers=count, partition_bytes=FINE)
+        for count, name in zip((2, options.many), names, strict=True)
     ]
-    return dict(zip(names, take_rounds(bench.options.rounds, calls), strict=True))
+    few, many = take_rounds(options.rounds, calls)
+    figures.show_speeds(dict(zip(names, (few, many), strict=True)))
+    print(f"  {options.many} workers against 2, partitions of {FINE}: {figures.ratios(many, few)}")
 
 
 def _can(letter: str) -> bool:
@@ -272,12 +271,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}; comma between")
     parser.add_argument("--many", type=int, default=128, help="workers in the comparison of many with 2")
+    parser.add_argument("--many-rows", type=int, help="rows of that comparison; default three times --rows")
     parser.add_argument("--partition-bytes", default="8MiB", help="8MiB is one object of 500 rows")
     parser.add_argument("--server", choices=("seaweedfs", "moto"), default="seaweedfs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep every single run")
     options = parser.parse_args()
     options.rival_rows = options.rival_rows or max(500, options.rows // 10)
     options.scale_rows = options.scale_rows or max(500, options.rows // 4)
+    options.many_rows = options.many_rows or 3 * options.rows
     if unknown := set(options.only.split(",")) - set(SECTIONS):
         parser.error(f"--only {', '.join(sorted(unknown))} is unknown; choose {', '.join(SECTIONS)}")
     return options
@@ -306,7 +307,11 @@ def main() -> None:
     only = options.only.split(",")
     os.environ |= ONE_THREAD
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # server and folders go with an ended bench
-    rows = max(options.rows, options.scale_rows * max(SCALES) if "scale" in only else 0)
+    rows = max(
+        options.rows,
+        options.scale_rows * max(SCALES) if "scale" in only else 0,
+        options.many_rows if "many" in only else 0,
+    )
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="etl-bench-")))
@@ -330,8 +335,10 @@ def measure_all(bench: Bench, only: Sequence[str]) -> None:
     """The sections that were asked for."""
     if "planning" in only:
         show_planning()
-    if set(only) - {"scale", "latency", "planning"}:
+    if set(only) - {"many", "scale", "latency", "planning"}:
         show_contest(bench, only)
+    if "many" in only:
+        show_many(bench)
     if "scale" in only:
         show_scale(bench)
     if "latency" in only:

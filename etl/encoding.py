@@ -3,7 +3,7 @@
 Positions come from byte lengths: in byte-level BPE each id stands for a fixed number of bytes of the normalised text,
 so that a running sum over a batch's ids gives every token's end. A row whose lengths do not add up, and tokenizers
 whose ids have no fixed length, take the reference's offsets. A row with characters that the Unicode tables of the
-libraries involved normalise differently (marks of the last ten years) takes the reference's ids too.
+libraries involved do not agree on (marks and letters of the last ten years) takes the reference's ids too.
 """
 
 from __future__ import annotations

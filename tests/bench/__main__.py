@@ -41,7 +41,7 @@ RIVALS: Final = {"b": "pool", "c": "datasets", "d": "daft"}
 SECTIONS: Final = ("a", "b", "c", "d", "stages", "many", "scale", "latency", "planning")
 PLANNED: Final = (1_805, 1_000_000)
 FINE: Final = "1MiB"
-"""Partition size where 128 workers are compared with 2: with fewer partitions than workers, some could have none."""
+"""Partition size where 128 workers are compared with 2: small enough for more partitions than workers."""
 
 STORED_AS: Final = "application/zip"
 """What the objects are said to be. SeaweedFS keeps text gzipped and inflates it again for every read, which costs it
@@ -158,7 +158,7 @@ def take_rounds(rounds: int, contenders: Sequence[Callable[[], Measured]]) -> li
 
 
 def show_contest(bench: Bench, only: Sequence[str]) -> None:
-    """Ours with 1 and 2 workers beside the rivals, and ours by stage."""
+    """Ours with 1, 2 and 128 workers beside the rivals in one table, and ours by stage."""
     options = bench.options
     letters = [letter for letter in RIVALS if letter in only and _can(letter)]
     names = ["(a) etl, 2 workers", *letters]
@@ -168,10 +168,14 @@ def show_contest(bench: Bench, only: Sequence[str]) -> None:
         names.append("(a) etl, 1 worker")
         calls.append(partial(bench.ours, names[-1], options.rows, workers=1))
     taken = dict(zip(names, take_rounds(options.rounds, calls), strict=True))
-    figures.show_speeds(taken)
+    crowd = take_many(bench) if "many" in only else {}
+    figures.show_speeds({**taken, **crowd})
     two = taken[names[0]]
     for letter in letters:
         print(f"  2 workers against ({letter}): {figures.ratios(two, taken[letter])}")
+    if crowd:
+        few, many = crowd.values()
+        print(f"  {options.many} workers against 2, partitions of {FINE}: {figures.ratios(many, few)}")
     idle, slot = (figures.middle(two, value) for value in (lambda m: m.idle, lambda m: figures.waiting(m, 2)))
     print(f"  waiting at 2 workers: the cores idle {idle:.1%} of the time;")
     print(
@@ -181,7 +185,7 @@ def show_contest(bench: Bench, only: Sequence[str]) -> None:
         figures.show_stages({"1 worker": taken["(a) etl, 1 worker"], "2 workers": two})
 
 
-def show_many(bench: Bench) -> None:
+def take_many(bench: Bench) -> dict[str, list[Measured]]:
     """2 and 128 workers on the same small partitions."""
     options = bench.options
     names = [f"(a) etl, {count} workers, {FINE}" for count in (2, options.many)]
@@ -189,9 +193,7 @@ def show_many(bench: Bench) -> None:
         partial(bench.ours, name, options.many_rows, workers=count, partition_bytes=FINE)
         for count, name in zip((2, options.many), names, strict=True)
     ]
-    few, many = take_rounds(options.rounds, calls)
-    figures.show_speeds(dict(zip(names, (few, many), strict=True)))
-    print(f"  {options.many} workers against 2, partitions of {FINE}: {figures.ratios(many, few)}")
+    return dict(zip(names, take_rounds(options.rounds, calls), strict=True))
 
 
 def _can(letter: str) -> bool:
@@ -335,10 +337,8 @@ def measure_all(bench: Bench, only: Sequence[str]) -> None:
     """The sections that were asked for."""
     if "planning" in only:
         show_planning()
-    if set(only) - {"many", "scale", "latency", "planning"}:
+    if set(only) - {"scale", "latency", "planning"}:
         show_contest(bench, only)
-    if "many" in only:
-        show_many(bench)
     if "scale" in only:
         show_scale(bench)
     if "latency" in only:

@@ -5,17 +5,20 @@ template is instrumented before it is compiled: each `for` loop notes, without e
 been emitted when an iteration began and which objects it is about. The root of a compiled template is a lazy
 generator, so the chunks counted by then are the text before that iteration. What Jinja buffers (macros, `set` blocks)
 cannot be followed so and is left alone.
+
+A row that goes the way of an earlier one is rendered without running the template again (see `etl.replays`).
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import BuiltinMethodType, NoneType
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import BuiltinMethodType, CodeType, NoneType
+from typing import Any, Final, TypeVar
 
 import jinja2
 from jinja2 import meta, nodes
@@ -29,6 +32,17 @@ from jinja2.utils import Namespace, missing
 
 from etl.errors import RowError, UsageError
 from etl.records import Message, Span
+from etl.replays import (
+    Following,
+    Path,
+    Replay,
+    UnfollowableError,
+    as_text,
+    joined_texts,
+    parts_of,
+    read_shape,
+    with_holes,
+)
 
 _EVENT: Final = "event"  # the expression context by which the code generator knows our own statements
 _GENERATION: Final = -1  # the depth that stands for a `{% generation %}` tag
@@ -37,6 +51,8 @@ _DICT_ATTRIBUTES: Final = frozenset(dir(dict))
 _PLAIN_TYPES: Final = frozenset({str, int, float, bool, list, dict, NoneType})
 _STRING_METHODS: Final = frozenset({"endswith", "lower", "lstrip", "replace", "rstrip", "split", "startswith", "strip"})
 _LOOP_ATTRIBUTES: Final = frozenset({"first", "index", "index0", "last", "length", "revindex", "revindex0"})
+_SHAPES_KEPT: Final = 1024
+_TRIES: Final = 8  # renders with holes for one shape: as many ways through the template may be kept
 _BUFFERED: Final = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
 # what a template can raise, from a bad row or its own bug: all of it rejects the row, none of it may end the run
 _TEMPLATE_ERRORS: Final = (
@@ -48,6 +64,9 @@ _TEMPLATE_ERRORS: Final = (
     ValueError,
     RuntimeError,
 )
+
+
+_E = TypeVar("_E", bound="_Environment")
 
 
 class ClockError(jinja2.TemplateError):
@@ -76,7 +95,7 @@ class Sandbox:
     """
 
     def __init__(self, source: str, date: str | None, constants: Mapping[str, Any]) -> None:
-        environment = _environment(date)
+        environment = _environment(date, _Environment)
         try:
             tree = environment.parse(source)
             self.reads = frozenset(meta.find_undeclared_variables(tree))
@@ -84,27 +103,109 @@ class Sandbox:
             self.hides_tags = any(_has_events(node) for node in tree.find_all(_BUFFERED))
             self.has_tags = has_tags and not self.hides_tags
             _instrument(tree)
-            template = jinja2.Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
+            code = environment.compile(tree)
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
             raise UsageError(f"the chat template cannot be compiled: {_one_line(error)}") from error
+        self._template = _Compiled(environment, code, constants)
+        self._following = functools.cache(lambda: _follow(code, date, constants))
+        self._shapes: dict[Hashable, _Shape] = {}
+
+    def trace(self, messages: Sequence[Message], variables: Mapping[str, Any], key: Hashable = None) -> Trace:
+        """Render; `variables` win over the constants. Raises RowError `template`.
+
+        `key`: equal for calls whose variables are equal, `messages` apart, so that a row's way through the template
+        may be kept and taken again; None where that is not known.
+        """
+        read = None if key is None else read_shape(messages)
+        if read is None:
+            return self._run(messages, variables)
+        shape, texts = read
+        known = self._shapes.get((key, shape))
+        for way in known.ways if known else ():
+            trace = way.trace(texts)
+            if trace is not None:
+                return trace
+        trace = self._run(messages, variables)
+        if known is None:
+            if len(self._shapes) >= _SHAPES_KEPT:
+                self._shapes.clear()
+            self._shapes[key, shape] = _Shape()  # most shapes come once or all the time: kept from the second time on
+        elif known.tries < _TRIES:
+            known.tries += 1
+            learned = self._learn(messages, texts, variables)
+            if learned is not None and learned.trace(texts) == trace:
+                known.ways.append(learned)
+        return trace
+
+    def _run(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> Trace:
+        try:
+            chunks, events = self._template.run(variables)
+        except _TEMPLATE_ERRORS as error:
+            raise RowError("template", _one_line(error)) from error
+        ends = [0, *itertools.accumulate(map(len, chunks))]
+        owners, generated = _read_events(events, ends, {id(message): i for i, message in enumerate(messages)})
+        return Trace("".join(chunks), owners, generated if self.has_tags else None)
+
+    def _learn(self, messages: Sequence[Message], texts: Sequence[str], variables: Mapping[str, Any]) -> _Way | None:
+        """The way that a row with these texts takes; None where the template does what cannot be followed."""
+        path = Path(texts)
+        opened = with_holes(messages, path)
+        try:
+            chunks, events = self._following().run({**variables, "messages": opened})
+            pieces = [parts_of(chunk) for chunk in chunks]
+        except (UnfollowableError, *_TEMPLATE_ERRORS):
+            return None
+        ends = [0, *itertools.accumulate(map(len, pieces))]
+        replay = Replay(path, [part for piece in pieces for part in piece])
+        index = {id(message): i for i, message in enumerate(opened)}
+        return _Way(replay, [(ends[at], *event) for at, *event in events], index, has_tags=self.has_tags)
+
+
+@dataclass(slots=True)
+class _Shape:
+    ways: list[_Way] = field(default_factory=list)
+    tries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A replay with the events of the render that it was learned from, which count pieces instead of chunks."""
+
+    replay: Replay
+    events: Sequence[tuple[int, ...]]
+    index: Mapping[int, int]
+    has_tags: bool
+
+    def trace(self, texts: Sequence[str]) -> Trace | None:
+        """The render of these texts; None where they go another way."""
+        pieces = self.replay.pieces(texts)
+        if pieces is None:
+            return None
+        ends = [0, *itertools.accumulate(map(len, pieces))]
+        owners, generated = _read_events(self.events, ends, self.index)
+        return Trace("".join(pieces), owners, generated if self.has_tags else None)
+
+
+class _Compiled:
+    """Code ready to run in an environment."""
+
+    def __init__(self, environment: _Environment, code: CodeType, constants: Mapping[str, Any]) -> None:
+        template = jinja2.Template.from_code(environment, code, environment.make_globals(None))
         self._environment = environment
         self._globals = {**template.globals, **constants}
         self._blocks = template.blocks
-        self._render = template.root_render_func
+        self.render = template.root_render_func
 
-    def trace(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> Trace:
-        """Render; `variables` win over the constants. Raises RowError `template`."""
+    def run(self, variables: Mapping[str, Any]) -> tuple[list[str], list[tuple[int, ...]]]:
+        """The chunks that the template emits and the events that it notes. Raises what the template raises."""
         context = _Context(self._environment, {**self._globals, **variables}, None, self._blocks, self._globals)
         append = context.chunks.append
         try:
-            for chunk in self._render(context):
+            for chunk in self.render(context):
                 append(chunk)
-        except _TEMPLATE_ERRORS as error:
-            raise RowError("template", _one_line(error)) from error
         finally:
             context.let_go()
-        owners, generated = _read_events(context, {id(message): i for i, message in enumerate(messages)})
-        return Trace("".join(context.chunks), owners, generated if self.has_tags else None)
+        return context.chunks, context.events
 
 
 def _one_line(error: BaseException) -> str:
@@ -112,14 +213,13 @@ def _one_line(error: BaseException) -> str:
 
 
 def _read_events(
-    context: _Context, index: Mapping[int, int]
+    events: Sequence[tuple[int, ...]], ends: Sequence[int], index: Mapping[int, int]
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[Span, ...]]:
-    ends = [0, *itertools.accumulate(map(len, context.chunks))]
     owners: list[tuple[int, int, int]] = []
     generated: list[Span] = []
     stack: list[int] = []  # the message that each open loop is at, -1 where it is about something else
     since = begun = 0
-    for event in context.events:
+    for event in events:
         at, depth = ends[event[0]], event[1]
         if depth == _GENERATION:
             if len(event) > _PLACE:
@@ -270,8 +370,20 @@ def _clock(date: str | None) -> Callable[[str], str]:
     return datetime.datetime.fromisoformat(date).strftime
 
 
-def _environment(date: str | None) -> _Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+class _FollowingEnvironment(Following, _Environment):
+    """The same, for a render with holes."""
+
+
+def _follow(code: CodeType, date: str | None, constants: Mapping[str, Any]) -> _Compiled:
+    environment = _environment(date, _FollowingEnvironment)
+    environment.follow()
+    compiled = _Compiled(environment, code, constants)
+    compiled.render.__globals__.update(str=as_text, str_join=joined_texts)
+    return compiled
+
+
+def _environment(date: str | None, kind: type[_E]) -> _E:
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.code_generator_class = _CodeGenerator
     environment.context_class = _Context
     environment.filters["tojson"] = _to_json

@@ -116,7 +116,8 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._sandbox.trace(messages, variables)
+        plain = tools is None and documents is None and not add_generation_prompt
+        return self._sandbox.trace(messages, variables, self.key(arguments) if plain else None)
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Canonical messages -> as the template gets them.

@@ -24,7 +24,7 @@ ORDER = (
     # -> conversations
     "jsonline", "messages", "shapes", "conversation",
     # -> rendered text and its trained spans
-    "sandbox", "builtin", "tokenizer", "template", "pieces", "marks", "turns", "rendering",
+    "replays", "sandbox", "builtin", "tokenizer", "template", "pieces", "marks", "turns", "rendering",
     # -> token ids and masks
     "added", "positions", "engines", "masking", "encoding",
     # -> Parquet, and the stages composed for one partition

@@ -59,11 +59,15 @@ T = TypeVar("T")
 RETRIES: Final = 3
 """Tries again of a failed task, beyond those that the storage client makes of a failed request."""
 
-NATIVE_THREADS: Final = {
+NATIVE: Final = {
     "RAYON_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # A partition is a thread of its own, and glibc's arena of each thread keeps what it has once held: a worker grew
+    # with every partition (measured: 740 MB after eight, 490 with one arena for all), and took 7 % longer for it.
+    "MALLOC_ARENA_MAX": "1",
 }
+"""The environment in which a worker's native libraries start: one thread, and memory that does not grow."""
 
 SETTINGS: Final = {
     "dataframe.convert-string": False,
@@ -77,7 +81,7 @@ SETTINGS: Final = {
     "distributed.comm.timeouts.tcp": "120s",
     # What fails is said once, by the client, in one line; a worker's own log would be a traceback for each try.
     "distributed.logging": {"distributed": "critical", "bokeh": "critical", "tornado": "critical"},
-    "distributed.nanny.pre-spawn-environ": NATIVE_THREADS,
+    "distributed.nanny.pre-spawn-environ": NATIVE,
 }
 
 
@@ -330,7 +334,7 @@ def _warm_forkserver(packed: PackedKit) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="etl-") as folder:
         path = Path(folder) / "warm.pickle"
         path.write_bytes(pickle.dumps(packed))
-        with _environment({**NATIVE_THREADS, "ETL_WARM": str(path)}):
+        with _environment({**NATIVE, "ETL_WARM": str(path)}):
             forkserver.ensure_running()
         yield
 
@@ -376,7 +380,7 @@ _SEEN: Final[set[str]] = set()
 def _worker_environment() -> dict[str, str]:
     """The environment of this process as it is now: the process that workers are forked from has an earlier one."""
     _SEEN.update(os.environ)
-    return {**os.environ, **NATIVE_THREADS, ENDED: "=".join(sorted(_SEEN - os.environ.keys()))}
+    return {**os.environ, **NATIVE, ENDED: "=".join(sorted(_SEEN - os.environ.keys()))}
 
 
 def with_shares(config: RunConfig) -> RunConfig:

@@ -187,8 +187,9 @@ def _parts(component: Any, children: str) -> list[dict[str, Any]]:
 class Gigatoken:
     """The fast engine. Raises EngineUnsupported where it cannot load the tokenizer.
 
-    It remembers every distinct word for good, about 0.9 bytes for each of text (prose and code, measured). Where the
-    process has grown by more than `cache_bytes`, which may be set, it is loaded anew, which takes more than a second.
+    It remembers every distinct word for good, in a table that doubles: 85 MB after 212 MB of prose and code (measured).
+    Where the process has grown by more than `cache_bytes`, which may be set, it is loaded anew, which takes more than a
+    second.
     """
 
     name = "gigatoken"

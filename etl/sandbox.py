@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinMethodType, CodeType, NoneType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import jinja2
 from jinja2 import meta, nodes
@@ -142,9 +142,7 @@ class Sandbox:
             chunks, events = self._template.run(variables)
         except _TEMPLATE_ERRORS as error:
             raise RowError("template", _one_line(error)) from error
-        ends = [0, *itertools.accumulate(map(len, chunks))]
-        owners, generated = _read_events(events, ends, {id(message): i for i, message in enumerate(messages)})
-        return Trace("".join(chunks), owners, generated if self.has_tags else None)
+        return _trace(chunks, _read_events(events, messages), has_tags=self.has_tags)
 
     def _learn(self, messages: Sequence[Message], texts: Sequence[str], variables: Mapping[str, Any]) -> _Way | None:
         """The way that a row with these texts takes; None where the template does what cannot be followed."""
@@ -155,10 +153,10 @@ class Sandbox:
             pieces = [parts_of(chunk) for chunk in chunks]
         except (UnfollowableError, *_TEMPLATE_ERRORS):
             return None
-        ends = [0, *itertools.accumulate(map(len, pieces))]
+        starts = [0, *itertools.accumulate(map(len, pieces))]
         replay = Replay(path, [part for piece in pieces for part in piece])
-        index = {id(message): i for i, message in enumerate(opened)}
-        return _Way(replay, [(ends[at], *event) for at, *event in events], index, has_tags=self.has_tags)
+        course = _read_events([(starts[at], *event) for at, *event in events], opened)
+        return _Way(replay, course, self.has_tags)
 
 
 @dataclass(slots=True)
@@ -167,23 +165,22 @@ class _Shape:
     tries: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """A replay with the events of the render that it was learned from, which count pieces instead of chunks."""
+class _Way(NamedTuple):
+    """A replay, and the course of the render that it was learned from, counted in its pieces."""
 
     replay: Replay
-    events: Sequence[tuple[int, ...]]
-    index: Mapping[int, int]
+    course: _Course
     has_tags: bool
 
     def trace(self, texts: Sequence[str]) -> Trace | None:
         """The render of these texts; None where they go another way."""
         pieces = self.replay.pieces(texts)
-        if pieces is None:
-            return None
-        ends = [0, *itertools.accumulate(map(len, pieces))]
-        owners, generated = _read_events(self.events, ends, self.index)
-        return Trace("".join(pieces), owners, generated if self.has_tags else None)
+        return None if pieces is None else _trace(pieces, self.course, has_tags=self.has_tags)
+
+
+def _trace(chunks: Sequence[str], course: _Course, *, has_tags: bool) -> Trace:
+    ends = [0, *itertools.accumulate(map(len, chunks))]
+    return Trace("".join(chunks), course.owners(ends), course.spans(ends) if has_tags else None)
 
 
 class _Compiled:
@@ -212,31 +209,54 @@ def _one_line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:500]
 
 
-def _read_events(
-    events: Sequence[tuple[int, ...]], ends: Sequence[int], index: Mapping[int, int]
-) -> tuple[tuple[tuple[int, int, int], ...], tuple[Span, ...]]:
-    owners: list[tuple[int, int, int]] = []
+class _Course(NamedTuple):
+    """What the events of a render tell, counted in chunks.
+
+    `stretches`: (end, message index), each from the end of the one before, -1 where the text is about no message;
+    `generated`: (start, end) of what stands inside `{% generation %}`.
+    """
+
+    stretches: tuple[tuple[int, int], ...]
+    generated: tuple[Span, ...]
+
+    def owners(self, ends: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+        """As in Trace; `ends`: where each chunk begins, and where the last one ends."""
+        owners: list[tuple[int, int, int]] = []
+        since = 0
+        for place, owner in self.stretches:
+            at = ends[place]
+            if at > since:
+                if owner >= 0:
+                    if owners and owners[-1][1:] == (since, owner):
+                        since = owners.pop()[0]
+                    owners.append((since, at, owner))
+                since = at
+        return tuple(owners)
+
+    def spans(self, ends: Sequence[int]) -> tuple[Span, ...]:
+        """The text that was generated."""
+        return tuple((ends[start], ends[end]) for start, end in self.generated if ends[start] < ends[end])
+
+
+def _read_events(events: Sequence[tuple[int, ...]], messages: Sequence[Message]) -> _Course:
+    index = {id(message): i for i, message in enumerate(messages)}
+    stretches: dict[int, int] = {}
     generated: list[Span] = []
     stack: list[int] = []  # the message that each open loop is at, -1 where it is about something else
-    since = begun = 0
+    begun = 0
     for event in events:
-        at, depth = ends[event[0]], event[1]
+        at, depth = event[0], event[1]
         if depth == _GENERATION:
             if len(event) > _PLACE:
                 begun = at
-            elif at > begun:
+            else:
                 generated.append((begun, at))
             continue
-        if at > since:
-            if stack and stack[-1] >= 0:
-                if owners and owners[-1][1:] == (since, stack[-1]):
-                    since = owners.pop()[0]
-                owners.append((since, at, stack[-1]))
-            since = at
+        stretches.setdefault(at, stack[-1] if stack else -1)
         del stack[depth:]
         if len(event) > _PLACE:
             stack.append(_owner(event, index, stack[-1] if stack else -1))
-    return tuple(owners), tuple(generated)
+    return _Course(tuple(stretches.items()), tuple(generated))
 
 
 def _owner(event: tuple[int, ...], index: Mapping[int, int], outer: int) -> int:

@@ -13,6 +13,7 @@ import functools
 import os
 import pickle
 import resource
+import signal
 import socket
 import sys
 import tempfile
@@ -299,17 +300,60 @@ def _raise_file_limit(workers: int) -> None:
 
 
 @contextlib.contextmanager
-def connect(config: RunConfig, packed: PackedKit) -> Iterator[Client]:
+def begun(config: RunConfig) -> Iterator[Path | None]:
+    """Begin the process that a LocalCluster's workers are forked from; None where `--scheduler` names a cluster.
+
+    It imports what they need, then waits for the kit at the path that this yields, which `connect` is given, and
+    builds it. There is one such process a client: where an earlier run has started it, it holds that run's kit and
+    environment.
+    """
+    if config.scheduler is not None:
+        yield None
+        return
+    get_mp_context().set_forkserver_preload(list(PRELOAD))
+    server: Any = forkserver._forkserver  # noqa: SLF001 - multiprocessing offers no other way to end it
+    was_there = server._forkserver_pid is not None  # noqa: SLF001
+    with tempfile.TemporaryDirectory(prefix="etl-") as folder:
+        path = Path(folder) / "kit.pickle"
+        with _environment({**NATIVE, "ETL_WARM": str(path)}), _deaf_to_interrupts():
+            forkserver.ensure_running()
+        try:
+            yield path
+        finally:
+            if not path.exists() and not was_there:
+                # The run could not begin, or had nothing to do; a process left over would hold our output open.
+                os.kill(server._forkserver_pid, signal.SIGKILL)  # noqa: SLF001
+                server._stop()  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """What is started inside ignores Ctrl-C, which a terminal sends to all processes: the client ends the others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def connect(config: RunConfig, packed: PackedKit, warm: Path | None = None) -> Iterator[Client]:
     """A client of the cluster that `config` names: `--scheduler`, or a LocalCluster of `--workers` processes.
 
-    The processes of a LocalCluster are forked from one that has built the kit already. Raises UsageError where no
-    cluster can be had.
+    The processes of a LocalCluster are forked from one that builds the kit first; `warm` is what `begun` yields, if
+    it was called. Raises UsageError where no cluster can be had.
     """
     with dask.config.set({**SETTINGS, **pace(worker_count(config))}), contextlib.ExitStack() as stack:
         if config.scheduler is not None:
             client = stack.enter_context(_remote_client(config.scheduler))
         else:
-            stack.enter_context(_warm_forkserver(packed))
+            path = warm or stack.enter_context(begun(config))
+            if path is not None:
+                path.with_suffix(".new").write_bytes(pickle.dumps(packed))
+                path.with_suffix(".new").rename(path)  # whole, or not there
             cluster = stack.enter_context(_local_cluster(config))
             client = stack.enter_context(Client(cluster, timeout=120))
         if config.profile_report is not None:
@@ -322,21 +366,6 @@ def _remote_client(url: str) -> Client:
         return Client(url, timeout=5)
     except (OSError, ValueError) as error:
         raise UsageError(f"--scheduler {url}: no Dask scheduler answers there ({type(error).__name__})") from error
-
-
-@contextlib.contextmanager
-def _warm_forkserver(packed: PackedKit) -> Iterator[None]:
-    """Have the process that workers are forked from build the kit first.
-
-    There is one such process a client: where an earlier run has started it, it holds that run's kit and environment.
-    """
-    get_mp_context().set_forkserver_preload(list(PRELOAD))
-    with tempfile.TemporaryDirectory(prefix="etl-") as folder:
-        path = Path(folder) / "warm.pickle"
-        path.write_bytes(pickle.dumps(packed))
-        with _environment({**NATIVE, "ETL_WARM": str(path)}):
-            forkserver.ensure_running()
-        yield
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from etl import cluster, ledger
@@ -143,26 +144,26 @@ def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     watcher = watcher or Watcher()
     started = time.monotonic()
     cluster.check_startable(config)
-    seen = survey(config)
-    for note in seen.notes:
-        watcher.say(note)
-    if not seen.todo and seen.finished and not seen.changed:
-        books = Books(seen)
-        result = books.close()
-    else:
-        result = _hold_and_run(seen, watcher)
+    with cluster.begun(config) as warm:  # what workers import takes as long as the survey
+        seen = survey(config)
+        for note in seen.notes:
+            watcher.say(note)
+        if not seen.todo and seen.finished and not seen.changed:
+            result = Books(seen).close()
+        else:
+            result = _hold_and_run(seen, watcher, warm)
     result.seconds = round(time.monotonic() - started, 3)
     return result
 
 
-def _hold_and_run(seen: Survey, watcher: Watcher) -> RunResult:
+def _hold_and_run(seen: Survey, watcher: Watcher, warm: Path | None) -> RunResult:
     run_id = new_run_id()
     with hold(seen.storage, seen.places.lease, run_id, take_over=seen.config.take_over, say=watcher.say) as lease:
         # Another run may have worked here between the look and the lease.
         books = Books(_look_again(seen))
         books.open()
         try:
-            _run_partitions(books, watcher, lease, run_id)
+            _run_partitions(books, watcher, lease, run_id, warm)
         except KeyboardInterrupt:
             books.stop(130, "interrupted; the same command goes on from here")
         except LeaseLost as error:
@@ -181,7 +182,7 @@ def _look_again(seen: Survey) -> Survey:
     return survey(seen.config)
 
 
-def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str) -> None:
+def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str, warm: Path | None) -> None:
     seen, config = books.seen, books.seen.config
     watcher.start(len(seen.plan.partitions), len(seen.receipts))
     todo = largest_first(seen.todo)
@@ -190,7 +191,7 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str) -
     # Each worker takes its share of --read-concurrency and of the memory: it must know among how many.
     known = config if config.scheduler else cluster.with_shares(config)
     kit = PackedKit.pack(f"etl-{seen.plan.fingerprint[:12]}-{run_id}", seen.spec, known)
-    with cluster.connect(config, kit) as client:
+    with cluster.connect(config, kit, warm) as client:
         books.dashboard = None if config.no_dashboard else client.dashboard_link
         watcher.say(f"dashboard: {books.dashboard or 'off'}")
         if crowd := cluster.describe_crowd(config):

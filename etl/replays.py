@@ -38,6 +38,7 @@ _ASKS: Final[Mapping[str, Callable[..., bool]]] = {
     "isspace": str.isspace,
     "startswith": str.startswith,
 }
+_FOLLOWED: Final = frozenset({*_MAKES, *_ASKS, "split"})
 _METHODS: Final = {"lower": "lower", "trim": "strip", "upper": "upper"}
 """Filters that are methods of strings."""
 
@@ -58,6 +59,13 @@ _TESTS: Final = {
     "undefined": False,
 }
 """What tests say of every string."""
+
+
+_STEPS: Final = 1000
+_PARTS: Final = 1000
+_MESSAGES: Final = 64
+_ROLE: Final = 64  # characters
+"""Longer ways cost more than they spare: they are not taken twice."""
 
 
 class UnfollowableError(Exception):
@@ -85,18 +93,23 @@ class Path:
         """The place of a new text."""
         key = function, of, args
         if key not in self._known:
-            self.steps.append(_Step(function, of, args))
+            self._note(_Step(function, of, args))
             self._known[key] = len(self.values)
             self.values.append(self._do(function, of, args))
         place: int = self._known[key]
         return place
+
+    def _note(self, step: _Step) -> None:
+        if len(self.steps) >= _STEPS:
+            raise UnfollowableError
+        self.steps.append(step)
 
     def ask(self, function: Callable[..., bool], of: int | None, *args: Any) -> bool:
         """The answer for these texts."""
         key = function, of, args
         if key not in self._known:
             self._known[key] = self._do(function, of, args)
-            self.steps.append(_Step(function, of, args, self._known[key]))
+            self._note(_Step(function, of, args, self._known[key]))
         answer: bool = self._known[key]
         return answer
 
@@ -117,6 +130,8 @@ class Hole:
     __slots__ = ("_parts", "_path")
 
     def __init__(self, path: Path, *parts: Part) -> None:
+        if len(parts) > _PARTS:
+            raise UnfollowableError
         self._path = path
         self._parts = parts
 
@@ -224,9 +239,6 @@ class _Length:
     __hash__ = _refuse
 
 
-_STANDINS: Final = (Hole, _Split, _Length)
-
-
 def _piece(text: str, separator: str, index: int) -> str:
     return text.split(separator)[index]
 
@@ -257,22 +269,49 @@ def _joined(before: tuple[Part, ...], after: tuple[Part, ...]) -> tuple[Part, ..
 # --- where a template meets holes ---
 
 
-class _Method(NamedTuple):
-    hole: Hole
-    name: str
+class _Method:
+    """A method of a hole's text, to be called and nothing else."""
+
+    __slots__ = ("_hole", "_name")
+
+    def __init__(self, hole: Hole, name: str) -> None:
+        self._hole = hole
+        self._name = name
+
+    def call(self, *args: Any) -> Hole | _Split | bool:
+        """What the method gives. Raises UnfollowableError."""
+        return self._hole.call(self._name, *args)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnfollowableError(name)
+
+    __bool__ = __call__ = __contains__ = __eq__ = __getitem__ = __iter__ = __len__ = __repr__ = __str__ = _refuse
+    __hash__ = _refuse
+
+
+_STANDINS: Final = (Hole, _Split, _Length, _Method)
 
 
 class Following(ImmutableSandboxedEnvironment):
     """Mixed into an environment, it lets holes through where they are followed and refuses them elsewhere."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """An attribute; a hole's is a method to be called."""
-        return _Method(obj, attribute) if type(obj) is Hole else super().getattr(obj, attribute)
+        """An attribute; a hole's is a method to be called, or is not there."""
+        return self._of_hole(obj, attribute) if type(obj) is Hole else super().getattr(obj, attribute)
+
+    def _of_hole(self, hole: Hole, name: str) -> Any:
+        if name in _FOLLOWED:
+            return _Method(hole, name)
+        if hasattr("", name):
+            raise UnfollowableError
+        return self.undefined(name=name)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """An item; of a hole only those of its pieces."""
         if type(obj) is _Split:
             return obj.piece(argument)
+        if type(obj) is Hole and type(argument) is str:
+            return self._of_hole(obj, argument)
         if _holds(obj, argument):
             raise UnfollowableError
         return super().getitem(obj, argument)
@@ -282,7 +321,7 @@ class Following(ImmutableSandboxedEnvironment):
         if type(obj) is _Method:
             if kwargs:
                 raise UnfollowableError
-            return obj.hole.call(obj.name, *args)
+            return obj.call(*args)
         keeps = type(obj) is Macro or (isinstance(obj, type) and issubclass(obj, Namespace))
         if not keeps and _holds(*args, *kwargs.values()):
             raise UnfollowableError
@@ -294,7 +333,7 @@ class Following(ImmutableSandboxedEnvironment):
         for functions, of_hole in both:
             for name, function in functions.items():
                 functions[name] = _following(function, functools.partial(of_hole, name))
-        self.filters["random"] = _refuse
+        self.filters["random"] = self.globals["lipsum"] = _refuse  # drawn anew for each row
         self.concat = join  # type: ignore[method-assign]
 
 
@@ -337,10 +376,14 @@ def _test(name: str, value: Any, *args: Any) -> bool:
 
 def join(chunks: Any) -> Any:
     """What a template puts together: a string, or a hole where there are holes in it."""
-    parts = [*chunks]
-    if all(type(part) is str for part in parts):
-        return "".join(parts)
-    return functools.reduce(operator.add, parts, "")
+    texts = [*chunks]
+    if all(type(text) is str for text in texts):
+        return "".join(texts)
+    parts: list[Part] = []
+    for text in texts:
+        parts += parts_of(text)
+    path = next(text for text in texts if type(text) is Hole)._path  # noqa: SLF001  of the same family
+    return Hole(path, *parts)
 
 
 def as_text(value: Any) -> Any:
@@ -361,10 +404,10 @@ class Replay:
 
     def __init__(self, path: Path, parts: Sequence[Part]) -> None:
         self._steps = tuple(path.steps)
-        literals = list(dict.fromkeys(part for part in parts if isinstance(part, str)))
+        literals = dict.fromkeys(part for part in parts if isinstance(part, str))
         self._literals = [*literals, ""]
-        base = len(path.values)
-        places = [base + literals.index(part) if isinstance(part, str) else part for part in parts]
+        at = dict(zip(literals, range(len(path.values), len(path.values) + len(literals)), strict=True))
+        places = [at[part] if isinstance(part, str) else part for part in parts]
         # two places more than needed, so that it is a tuple whatever there is
         self._pick: Callable[[Sequence[str]], tuple[str, ...]] = operator.itemgetter(*places, -1, -1)
 
@@ -384,8 +427,10 @@ class Replay:
 def read_shape(messages: Sequence[Message]) -> tuple[Hashable, list[str]] | None:
     """What rows that go the same way have in common, and the texts in which they differ.
 
-    None where a message holds anything but strings.
+    None where a message holds anything but strings, and for long conversations, whose shapes rarely come again.
     """
+    if len(messages) > _MESSAGES:
+        return None
     shape: list[Hashable] = []
     texts: list[str] = []
     for message in messages:
@@ -393,7 +438,12 @@ def read_shape(messages: Sequence[Message]) -> tuple[Hashable, list[str]] | None
         for name, value in message.items():
             if type(value) is not str:
                 return None
-            (shape if name == "role" else texts).append(value)
+            if name != "role":
+                texts.append(value)
+            elif len(value) > _ROLE:
+                return None
+            else:
+                shape.append(value)
     return tuple(shape), texts
 
 

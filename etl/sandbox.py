@@ -51,13 +51,16 @@ _DICT_ATTRIBUTES: Final = frozenset(dir(dict))
 _PLAIN_TYPES: Final = frozenset({str, int, float, bool, list, dict, NoneType})
 _STRING_METHODS: Final = frozenset({"endswith", "lower", "lstrip", "replace", "rstrip", "split", "startswith", "strip"})
 _LOOP_ATTRIBUTES: Final = frozenset({"first", "index", "index0", "last", "length", "revindex", "revindex0"})
-_SHAPES_KEPT: Final = 1024
+_SHAPES_KEPT: Final = 256
 _TRIES: Final = 8  # renders with holes for one shape: as many ways through the template may be kept
+_TRIES_AHEAD: Final = 64  # of all shapes, before ways must have served eight rows for each further one
+_PATIENCE: Final = 64  # rows for which no way of a shape served, beyond those that one did, until they are given up
 _BUFFERED: Final = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
 # what a template can raise, from a bad row or its own bug: all of it rejects the row, none of it may end the run
 _TEMPLATE_ERRORS: Final = (
     jinja2.TemplateError,
     ArithmeticError,
+    AssertionError,
     AttributeError,
     LookupError,
     TypeError,
@@ -98,7 +101,8 @@ class Sandbox:
         environment = _environment(date, _Environment)
         try:
             tree = environment.parse(source)
-            self.reads = frozenset(meta.find_undeclared_variables(tree))
+            # Jinja leaves its own globals out, but an argument of such a name wins over them.
+            self.reads = frozenset(meta.find_undeclared_variables(tree)) | environment.globals.keys()
             has_tags = _has_events(tree)
             self.hides_tags = any(_has_events(node) for node in tree.find_all(_BUFFERED))
             self.has_tags = has_tags and not self.hides_tags
@@ -109,6 +113,7 @@ class Sandbox:
         self._template = _Compiled(environment, code, constants)
         self._following = functools.cache(lambda: _follow(code, date, constants))
         self._shapes: dict[Hashable, _Shape] = {}
+        self._tries = self._taken = 0
 
     def trace(self, messages: Sequence[Message], variables: Mapping[str, Any], key: Hashable = None) -> Trace:
         """Render; `variables` win over the constants. Raises RowError `template`.
@@ -121,17 +126,17 @@ class Sandbox:
             return self._run(messages, variables)
         shape, texts = read
         known = self._shapes.get((key, shape))
-        for way in known.ways if known else ():
-            trace = way.trace(texts)
-            if trace is not None:
-                return trace
+        if known is not None and (found := known.take(texts)) is not None:
+            self._taken += 1
+            return found
         trace = self._run(messages, variables)
         if known is None:
             if len(self._shapes) >= _SHAPES_KEPT:
                 self._shapes.clear()
             self._shapes[key, shape] = _Shape()  # most shapes come once or all the time: kept from the second time on
-        elif known.tries < _TRIES:
+        elif known.tries < _TRIES and self._tries <= _TRIES_AHEAD + self._taken // _TRIES:
             known.tries += 1
+            self._tries += 1
             learned = self._learn(messages, texts, variables)
             if learned is not None and learned.trace(texts) == trace:
                 known.ways.append(learned)
@@ -140,9 +145,9 @@ class Sandbox:
     def _run(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> Trace:
         try:
             chunks, events = self._template.run(variables)
+            return _trace(chunks, _read_events(events, messages), has_tags=self.has_tags)
         except _TEMPLATE_ERRORS as error:
             raise RowError("template", _one_line(error)) from error
-        return _trace(chunks, _read_events(events, messages), has_tags=self.has_tags)
 
     def _learn(self, messages: Sequence[Message], texts: Sequence[str], variables: Mapping[str, Any]) -> _Way | None:
         """The way that a row with these texts takes; None where the template does what cannot be followed."""
@@ -161,8 +166,26 @@ class Sandbox:
 
 @dataclass(slots=True)
 class _Shape:
+    """The ways that rows of one shape have taken, given up where they serve too few of them."""
+
     ways: list[_Way] = field(default_factory=list)
     tries: int = 0
+    taken: int = 0
+    missed: int = 0
+
+    def take(self, texts: Sequence[str]) -> Trace | None:
+        """The render by a known way; None where no one is the texts'."""
+        for way in self.ways:
+            trace = way.trace(texts)
+            if trace is not None:
+                self.taken += 1
+                return trace
+        if self.ways:
+            self.missed += 1
+            if self.missed > _PATIENCE + self.taken:
+                self.ways.clear()
+                self.tries = _TRIES
+        return None
 
 
 class _Way(NamedTuple):

@@ -180,7 +180,7 @@ class ChatTemplate:
         if arguments is self.arguments:
             return ""
         read = {name: value for name, value in arguments.items() if name in self._sandbox.reads}
-        return json.dumps(read, sort_keys=True, default=repr)
+        return json.dumps(read, default=repr)  # in the order given, which a template can see
 
     def recall(self, what: str, arguments: Mapping[str, Any], make: Callable[[], _T]) -> _T:
         """What is remembered under these template arguments, made where it is not. Threads may share it."""

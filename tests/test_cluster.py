@@ -215,6 +215,47 @@ def test_an_interrupt_ends_a_run_with_130_and_the_same_options_finish_it(s3: Any
     assert done.partitions_done_before >= 1
 
 
+def left_after(mark: str, seconds: float) -> list[str]:
+    """The marked processes that are there, given so much time to end."""
+    deadline = time.monotonic() + seconds
+    while (found := children(mark)) and time.monotonic() < deadline:
+        pass
+    return found
+
+
+def test_ctrl_c_at_the_very_start_is_heard_by_the_command_alone(s3: Any, bucket: str) -> None:
+    import signal
+    import sys
+
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    words = ["run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "etl", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ETL_TEST_MARK": bucket},
+        start_new_session=True,
+    )
+    while not any("forkserver" in command for command in children(bucket)):
+        assert started.poll() is None
+    os.killpg(started.pid, signal.SIGINT)  # as a terminal does
+    _, err = started.communicate(timeout=60)
+    assert started.returncode == 130, err
+    assert "Traceback" not in err
+    assert left_after(bucket, 20) == []
+
+
+def test_a_run_that_cannot_begin_leaves_no_process(bucket: str) -> None:
+    done = etl(
+        *("run", f"s3://{bucket}/nothing/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6"),
+        ETL_TEST_MARK=bucket,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert left_after(bucket, 20) == []
+
+
 def measured(dask_scheduler: Any) -> dict[tuple[str, ...], float]:
     """What the dashboard's Fine Performance Metrics are drawn from."""
     return {tuple(map(str, key)): value for key, value in dask_scheduler.cumulative_worker_metrics.items()}

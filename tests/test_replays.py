@@ -175,3 +175,83 @@ def test_any_number_of_shapes_is_forgotten_in_time() -> None:
     for i in range(3000):
         _render(box, [{"role": f"role {i}", "content": "x"}], "")
     assert len(box._shapes) <= sandbox._SHAPES_KEPT
+
+
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        ("{% if m.content.text is defined %}{{ m.content|trim }}{% else %}{{ m.content }}{% endif %}", ("a", " c ")),
+        ("{% if m.content.parts %}{{ m.content|trim }}{% else %}{{ m.content }}{% endif %}", ("a", " c ")),
+        ("{% for p in m.content.blocks %}-{% else %}{{ m.content }}{% endfor %}", ("a", "b")),
+        ("{{ m.content['text']|default('none') }}{{ m.content.a == m.content.b }}", ("a", "b")),
+        ("{{ m.content.strip is callable }}{{ m.content.__class__ is defined }}", ("a", "b")),
+        (
+            "{% macro f() %}<b>{% filter safe %}<a>{% endfilter %}{% endmacro %}{{ m.content == f() }}",
+            ("a", "<b><a>", "<b>&lt;a&gt;"),
+        ),
+        ("{{ ['a', 'b'][lipsum(n=1)|length % 2] is defined }}{{ m.content }}", ("a", "b")),
+    ],
+)
+def test_an_attribute_of_a_text_and_marked_up_text_are_what_they_are(body: str, texts: tuple[str, ...]) -> None:
+    source = "{% for m in messages %}" + body + "{% endfor %}"
+    box = Sandbox(source, None, {})
+    for text in (texts[0], texts[0], *texts):
+        messages: list[Message] = [{"role": "user", "content": text}]
+        assert _render(box, messages, "") == _render(Sandbox(source, None, {}), messages, None)
+
+
+@pytest.mark.parametrize(
+    ("source", "first", "then"),
+    [
+        ("{% for k in opts %}{{ k }}{% endfor %}", {"opts": {"a": 1, "b": 2}}, {"opts": {"b": 2, "a": 1}}),
+        ("{{ 'D' if strftime_now }}", {}, {"strftime_now": None}),
+        ("{% set ns = namespace(x=1) %}{{ ns.x }}", {}, {"namespace": "boo"}),
+    ],
+)
+def test_arguments_between_which_a_template_can_tell_are_told_apart(
+    source: str, first: dict[str, Any], then: dict[str, Any]
+) -> None:
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}" + source
+    template, messages = make_template(source), [{"role": "user", "content": "so"}]
+
+    def shown(of: ChatTemplate, arguments: dict[str, Any]) -> str:
+        try:
+            return of.trace(messages, None, None, arguments).text
+        except RowError as error:
+            return error.detail
+
+    for arguments in (first, first, first, then):
+        found = shown(template, arguments)
+    assert found == shown(make_template(source), then)
+
+
+def test_a_template_that_writes_what_is_no_text_rejects_the_row() -> None:
+    for source in ("{% filter length %}abc{% endfilter %}", "{{ 'long role'|truncate(2) }}"):
+        assert isinstance(_render(Sandbox(source, None, {}), [{"role": "user", "content": "x"}], ""), str)
+
+
+def test_ways_that_rarely_serve_are_given_up() -> None:
+    box = Sandbox(
+        "{% for m in messages %}{% for t in 'abcdefghij' %}{{ t in m.content }}{% endfor %}{% endfor %}", None, {}
+    )
+    draw = random.Random(5)
+    for _ in range(500):
+        text = "".join(letter for letter in "abcdefghij" if draw.random() < 0.5)
+        messages: list[Message] = [{"role": "user", "content": text}]
+        assert _render(box, messages, "") == _render(box, messages, None)
+    assert [shape.ways for shape in box._shapes.values()] == [[]]
+
+
+def test_what_cannot_be_followed_is_not_tried_for_ever() -> None:
+    box = Sandbox("{% for m in messages %}{{ m.content[1:] }}{% endfor %}", None, {})
+    for i in range(3000):
+        _render(box, [{"role": f"role {i // 4}", "content": "x"}], "")
+    assert box._tries <= sandbox._TRIES_AHEAD + 1
+
+
+def test_long_conversations_and_roles_are_rendered_each_time() -> None:
+    box = Sandbox("{% for m in messages %}{{ m.content }}{% endfor %}", None, {})
+    for messages in ([{"role": "user", "content": "x"}] * 65, [{"role": "r" * 65, "content": "x"}]):
+        for _ in range(3):
+            _render(box, messages, "")
+    assert not box._shapes

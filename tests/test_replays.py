@@ -73,8 +73,8 @@ def _compare(template: ChatTemplate, chats: int, seed: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_known_way_gives_what_the_template_gives(name: str, material: Path, taken: list[Trace]) -> None:
-    _compare(load_template(material, name), 100, seed=1)
-    assert len(taken) > 20 or name in PARTS_ONLY
+    _compare(load_template(material, name), 60, seed=1)
+    assert len(taken) > 10 or name in PARTS_ONLY
 
 
 @pytest.mark.long
@@ -146,7 +146,7 @@ REFUSED = (
 def test_whatever_a_template_does_with_a_text_the_next_row_is_rendered_as_if_it_were_the_first(body: str) -> None:
     source = "{% for m in messages %}{{ m.role }}:" + body + "\n{% endfor %}"
     box, fresh, draw = Sandbox(source, None, {}), random.Random(3), random.Random(4)
-    for _ in range(25):
+    for _ in range(14):
         messages = _chat(draw)
         random.seed(fresh.random())
         state = random.getstate()

@@ -168,6 +168,20 @@ def children(of: str) -> list[str]:
     return found
 
 
+def start(words: list[str], mark: str, **more: Any) -> subprocess.Popen[str]:
+    """The command line begun, its processes marked."""
+    import sys
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "etl", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ETL_TEST_MARK": mark},
+        **more,
+    )
+
+
 def test_a_run_by_command_line_says_what_it_should_and_leaves_no_process(s3: Any, bucket: str) -> None:
     upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(5)) for i in range(4)})
     done = etl(
@@ -187,20 +201,13 @@ def test_a_run_by_command_line_says_what_it_should_and_leaves_no_process(s3: Any
 
 def test_an_interrupt_ends_a_run_with_130_and_the_same_options_finish_it(s3: Any, bucket: str, client: Client) -> None:
     import signal
-    import sys
 
     upload(s3, bucket, {f"{i:03}.jsonl": jsonl(small_rows(3, f"{i:03}-")) for i in range(24)})
     words = [
         *("run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6", "--json"),
         *("--workers", "1", "--partition-bytes", "500", "--no-dashboard"),
     ]
-    started = subprocess.Popen(
-        [sys.executable, "-m", "etl", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "ETL_TEST_MARK": bucket},
-    )
+    started = start(words, bucket)
     while not s3.list_objects_v2(Bucket=bucket, Prefix="tokens/__etl/receipts/").get("KeyCount"):
         assert started.poll() is None
     started.send_signal(signal.SIGTERM)
@@ -225,18 +232,10 @@ def left_after(mark: str, seconds: float) -> list[str]:
 
 def test_ctrl_c_at_the_very_start_is_heard_by_the_command_alone(s3: Any, bucket: str) -> None:
     import signal
-    import sys
 
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
     words = ["run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6"]
-    started = subprocess.Popen(
-        [sys.executable, "-m", "etl", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "ETL_TEST_MARK": bucket},
-        start_new_session=True,
-    )
+    started = start(words, bucket, start_new_session=True)
     while not any("forkserver" in command for command in children(bucket)):
         assert started.poll() is None
     os.killpg(started.pid, signal.SIGINT)  # as a terminal does

@@ -315,7 +315,7 @@ def begun(config: RunConfig) -> Iterator[Path | None]:
     was_there = server._forkserver_pid is not None  # noqa: SLF001
     with tempfile.TemporaryDirectory(prefix="etl-") as folder:
         path = Path(folder) / "kit.pickle"
-        with _environment({**NATIVE, "ETL_WARM": str(path)}), _deaf_to_interrupts():
+        with _environment({**NATIVE, "ETL_WARM": f"{os.getpid()} {path}"}), _deaf_to_interrupts():
             forkserver.ensure_running()
         try:
             yield path

@@ -1,8 +1,8 @@
 """The file that ETL_WARM names -> a built kit in this process: the forkserver imports it before it forks workers.
 
-The client writes the file when it has looked at its input, while this process is still importing. What is loaded
-before the fork is shared by all workers: 128 of them hold one vocabulary, not 128. A worker whose run has another kit
-than its forkserver builds its own.
+The variable holds the client's process id, a blank and the path. The client writes the file when it has looked at its
+input, while this process is still importing. What is loaded before the fork is shared by all workers: 128 of them hold
+one vocabulary, not 128. A worker whose run has another kit than its forkserver builds its own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ warnings.filterwarnings("ignore", message="Creating scratch directories", catego
 _LOOKS_EVERY: Final = 0.02
 
 
-def _awaited(path: Path) -> PackedKit | None:
-    """The kit; None where the client has given up, or is gone."""
-    client = os.getppid()
+def _awaited(path: Path, client: int) -> PackedKit | None:
+    """The kit; None where the client has given up, or is gone, which it may have been before this process looked."""
     while not path.exists():
         if not path.parent.exists() or os.getppid() != client:
             return None
@@ -41,7 +40,8 @@ def _awaited(path: Path) -> PackedKit | None:
 if "ETL_WARM" in os.environ:
     settle()
     storage.warm()
-    packed = _awaited(Path(os.environ["ETL_WARM"]))
+    client, path = os.environ["ETL_WARM"].split(" ", 1)
+    packed = _awaited(Path(path), int(client))
     with contextlib.suppress(EtlError):  # each worker meets the same error, and the client hears of it there
         if packed is not None:
             rehearse(packed.build())

@@ -157,6 +157,12 @@ def test_kill_9_at_ten_random_moments_changes_no_byte(s3: Any, bucket: str, prox
         await_no_process(bucket)
 
 
+def test_a_run_killed_while_its_cluster_begins_leaves_no_process(s3: Any, bucket: str, proxy: Proxy) -> None:
+    fill(s3, bucket, 2)
+    killed_at(1, bucket, proxy)
+    await_no_process(bucket)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_kill_9_again_and_again_still_comes_to_its_end(s3: Any, bucket: str, proxy: Proxy, nearby: str) -> None:

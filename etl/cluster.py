@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import linecache
 import os
-import pickle
 import resource
 import signal
 import socket
@@ -46,12 +46,13 @@ from distributed.metrics import context_meter
 from distributed.security import Security
 from distributed.system import MEMORY_LIMIT
 from distributed.utils import get_mp_context
+from distributed.versions import get_versions
 
 from etl import ledger
 from etl.config import RunConfig
 from etl.errors import EtlError, UsageError
 from etl.lines import Batch
-from etl.pipeline import Kit, Outcome, PackedKit, settle, transform
+from etl.pipeline import KeptKit, Kit, Outcome, PackedKit, settle, transform
 from etl.records import Partition, TokenizerSpec
 from etl.schema import empty_frame, output_schema
 
@@ -116,6 +117,22 @@ BUILT_TOGETHER: Final = 256
 PRELOAD: Final = ("etl.cluster", "distributed.nanny", "distributed.worker", "bokeh", "etl.preload")
 """What the forkserver imports before it forks a worker; the last loads the tokenizer."""
 
+QUOTED: Final = (
+    "concurrent.futures._base",
+    "concurrent.futures.thread",
+    "dask._task_spec",
+    "dask.dataframe.io.parquet.core",
+    "distributed._concurrent_futures_thread",
+    "distributed.threadpoolexecutor",
+    "distributed.utils",
+    "distributed.worker",
+    "fsspec.asyn",
+    "gigatoken._tokenizer",
+    "pyarrow.parquet.core",
+    "threading",
+)
+"""Modules beside our own whose lines Dask's profiler quotes of a worker at work."""
+
 
 # --- inside a worker ---------------------------------------------------------------------------------------------
 
@@ -125,9 +142,9 @@ class KitPlugin(WorkerPlugin):
 
     idempotent = True
 
-    def __init__(self, packed: PackedKit) -> None:
+    def __init__(self, packed: PackedKit | KeptKit) -> None:
         self.name = packed.name
-        self._packed: PackedKit | None = packed
+        self._packed: PackedKit | KeptKit | None = packed
         self.kit: Kit | None = None
 
     def setup(self, worker: object) -> None:
@@ -326,6 +343,18 @@ def begun(config: RunConfig) -> Iterator[Path | None]:
                 server._stop()  # noqa: SLF001
 
 
+def ask_beforehand() -> None:
+    """In the process that workers are forked from: what each of them would else find out for itself.
+
+    A worker that joins tells the versions of a dozen packages and what `uname` says; its profiler reads the source of
+    every module that it finds at work.
+    """
+    get_versions()
+    for name, module in list(sys.modules.items()):
+        if name in QUOTED or name.startswith("etl."):
+            linecache.getlines(module.__file__ or "")
+
+
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
     """What is started inside ignores Ctrl-C, which a terminal sends to all processes: the client ends the others."""
@@ -349,8 +378,7 @@ def connect(config: RunConfig, packed: PackedKit, warm: Path | None = None) -> I
         else:
             path = warm or stack.enter_context(begun(config))
             if path is not None:
-                path.with_suffix(".new").write_bytes(pickle.dumps(packed))
-                path.with_suffix(".new").rename(path)  # whole, or not there
+                packed.keep(path)
             cluster = stack.enter_context(_local_cluster(config))
             client = stack.enter_context(Client(cluster, timeout=120))
         if config.profile_report is not None:
@@ -453,9 +481,12 @@ def _free_address(address: str) -> str:
     return f"{host}:{port}"
 
 
-def ship(client: Client, packed: PackedKit) -> None:
-    """Send the kit once to every worker, those that join later included. Raises what building it raises there."""
-    client.register_plugin(KitPlugin(packed))
+def ship(client: Client, packed: PackedKit, warm: Path | None = None) -> None:
+    """Send the kit once to every worker, those that join later included. Raises what building it raises there.
+
+    Where workers are forked here, they are only told of the file that holds it, `warm`: most have inherited the kit.
+    """
+    client.register_plugin(KitPlugin(packed if warm is None else KeptKit(packed.name, warm)))
 
 
 def write_expression(partitions: Sequence[Partition], kit_name: str, config: RunConfig) -> Any:

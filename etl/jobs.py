@@ -196,7 +196,7 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str, w
         watcher.say(f"dashboard: {books.dashboard or 'off'}")
         if crowd := cluster.describe_crowd(config):
             watcher.say(crowd)
-        cluster.ship(client, kit)
+        cluster.ship(client, kit, warm)
         for partition, receipt in cluster.run_partitions(client, todo, kit.name, config):
             lease.check()
             if isinstance(receipt, Exception):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -131,12 +132,35 @@ class PackedKit:
         """Compress spec and configuration: a vocabulary's JSON shrinks to a third."""
         return cls(name, zlib.compress(pickle.dumps((spec, config)), 1))
 
+    def keep(self, path: Path) -> None:
+        """Write it to a file, which is whole or not there."""
+        path.with_suffix(".new").write_bytes(pickle.dumps(self))
+        path.with_suffix(".new").rename(path)
+
     def build(self) -> Kit:
         """The kit, built here unless it was inherited. Raises UsageError as `build_kit` does."""
         if self.name not in _KITS:
             _KITS.clear()
             _KITS[self.name] = build_kit(*pickle.loads(zlib.decompress(self.packed)))  # noqa: S301 - our own, from pack
         return _KITS[self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptKit:
+    """A PackedKit in a file of this machine, readable by its user alone: all that its own workers need be sent."""
+
+    name: str
+    path: Path
+
+    def build(self) -> Kit:
+        """As `PackedKit.build`; the file is not read where the kit was inherited."""
+        return _KITS[self.name] if self.name in _KITS else read_kit(self.path).build()
+
+
+def read_kit(path: Path) -> PackedKit:
+    """What `PackedKit.keep` wrote."""
+    packed: PackedKit = pickle.loads(path.read_bytes())  # noqa: S301 - our own
+    return packed
 
 
 _KITS: Final[dict[str, Kit]] = {}

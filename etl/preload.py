@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pickle
 import time
 import warnings
 from pathlib import Path
 from typing import Final
 
-from etl import storage
+from etl import cluster, storage
+from etl.engines import return_freed_memory
 from etl.errors import EtlError
-from etl.pipeline import PackedKit, rehearse, settle
+from etl.pipeline import read_kit, rehearse, settle
 
 # Many workers that start at once on few cores are slow at everything; that is no news of a slow disk.
 warnings.filterwarnings("ignore", message="Creating scratch directories", category=UserWarning)
@@ -26,25 +26,25 @@ warnings.filterwarnings("ignore", message="Creating scratch directories", catego
 _LOOKS_EVERY: Final = 0.02
 
 
-def _awaited(path: Path, client: int) -> PackedKit | None:
-    """The kit; None where the client has given up, or is gone, which it may have been before this process looked."""
+def _await(path: Path, client: int) -> bool:
+    """Whether the kit has come; not where the client has given up, or is gone, maybe before this process looked."""
     while not path.exists():
         if not path.parent.exists() or os.getppid() != client:
-            return None
+            return False
         time.sleep(_LOOKS_EVERY)
-    # Written by the client a moment ago, readable by its user alone.
-    kit: PackedKit = pickle.loads(path.read_bytes())  # noqa: S301
-    return kit
+    return True
 
 
 if "ETL_WARM" in os.environ:
     settle()
     storage.warm()
     client, path = os.environ["ETL_WARM"].split(" ", 1)
-    packed = _awaited(Path(path), int(client))
-    with contextlib.suppress(EtlError):  # each worker meets the same error, and the client hears of it there
-        if packed is not None:
-            rehearse(packed.build())
-    # What the collector never touches again is not copied when it runs in a worker.
+    if _await(Path(path), int(client)):
+        with contextlib.suppress(EtlError):  # each worker meets the same error, and the client hears of it there
+            rehearse(read_kit(Path(path)).build())
+    cluster.ask_beforehand()
+    # What the collector never touches again is not copied when it runs in a worker, nor what the allocator has not kept
+    # to be filled anew.
     gc.collect()
+    return_freed_memory()
     gc.freeze()

@@ -28,9 +28,9 @@ ORDER = (
     # -> token ids and masks
     "added", "positions", "engines", "masking", "encoding",
     # -> Parquet, and the stages composed for one partition
-    "tables", "fingerprint", "pipeline", "preload",
+    "tables", "fingerprint", "pipeline",
     # -> the books of a run, the engine, the run itself
-    "ledger", "contents", "recount", "audit", "summary", "lease", "surveys", "cluster", "jobs", "inspection",
+    "ledger", "contents", "recount", "audit", "summary", "lease", "surveys", "cluster", "preload", "jobs", "inspection",
     # the doors: Python, eyes, command line
     "etl", "viewer", "embedded", "demo", "terminal", "__main__",
 )  # fmt: skip

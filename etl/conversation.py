@@ -170,7 +170,7 @@ def _conversations(
         return [_up_to(whole, k, turns.last_assistant) for k in turns.trainable]
     # what the generator recorded is the length of the last reply: nothing to compare if that is not trained
     if whole.completion_tokens is not None and whole.trained[-1:] != (turns.last_assistant,):
-        return [dataclasses.replace(whole, completion_tokens=None)]
+        return [whole._replace(completion_tokens=None)]
     return [whole]
 
 
@@ -187,8 +187,7 @@ def _counts(draft: Draft, turns: _Turns, config: RunConfig) -> dict[str, int]:
 
 
 def _up_to(whole: Conversation, k: int, last_assistant: int) -> Conversation:
-    return dataclasses.replace(
-        whole,
+    return whole._replace(
         turn=k,
         messages=whole.messages[: k + 1],
         trained=(k,),

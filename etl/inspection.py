@@ -621,7 +621,7 @@ def _label_turn(
 
 def _turn_pieces(conversation: Conversation, k: int, bench: _Bench) -> list[tuple[str, list[Span]]]:
     """The assistant's text of one turn, and of it what each switch takes out of the mask. Raises RowError."""
-    one = dataclasses.replace(conversation, trained=(k,))
+    one = conversation._replace(trained=(k,))
     whole, *rest = (list(render(one, bench.template, config).spans) for config in bench.switched)
     taken = [subtract(whole, left) for left in rest]
     return [("answer", whole), *zip(_SWITCHES, taken, strict=True)]

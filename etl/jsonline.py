@@ -1,8 +1,8 @@
 """bytes of one line -> the JSON value it spells: at orjson's speed, with the standard library's patience.
 
-orjson refuses NaN, raw control characters, lone surrogates and numbers that are no double, and it rounds integers
-beyond 64 bits. Such lines, and any with 19 digits in a row, go to the standard library before they are rejected:
-what stands in a field that nobody uses must not cost the row.
+orjson refuses NaN, raw control characters, lone surrogates and numbers that are no double: such lines go to the
+standard library before they are rejected, since what stands in a field that nobody uses must not cost the row. It
+rounds integers beyond 64 bits to floats: lines that gave a float and hold 19 digits in a row go there too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from etl.errors import RowError
 _IS_DIGIT: Final = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
 _MOST_DIGITS: Final = 4000
 _BLANKS: Final = " \t\r\n"
+_LOOKS: Final = 100
 
 
 class LongInteger(str):
@@ -32,11 +33,13 @@ def decode(raw: bytes) -> tuple[Any, bool]:
     One leading BOM is passed over. The last of duplicate keys wins, integers keep every digit.
     """
     raw = raw.removeprefix(codecs.BOM_UTF8)
-    if not _has_long_number(raw):
-        try:
-            return orjson.loads(raw), True
-        except orjson.JSONDecodeError:
-            pass  # the patient parser decides, and words the error
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        pass  # the patient parser decides, and words the error
+    else:
+        if not (_may_hold_float(value) and _has_long_number(raw)):
+            return value, True
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -103,6 +106,22 @@ def _require_encodable(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         seen = f"\\u{ord(text[error.start]):04x}"
         raise RowError("encoding", f"{where} holds a lone surrogate {seen} at character {error.start}") from error
+
+
+def _may_hold_float(value: Any) -> bool:
+    """Whether a float is anywhere in it; also where that would take long to tell."""
+    stack, looks = [value], _LOOKS
+    while stack:
+        item = stack.pop()
+        kind = type(item)
+        if kind is dict or kind is list:
+            looks -= len(item)
+            if looks < 0:
+                return True
+            stack += item.values() if kind is dict else item
+        elif kind is float:
+            return True
+    return False
 
 
 def _has_long_number(raw: bytes) -> bool:

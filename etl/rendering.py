@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
 
 from etl.config import RunConfig
 from etl.errors import RowError
@@ -21,7 +21,10 @@ from etl.pieces import Piece, Pieces, content_text, field_text, function_of, pie
 from etl.records import Conversation, Message, Rendered, Span
 from etl.sandbox import Trace
 from etl.template import THINK_CLOSE, THINK_OPEN, ChatTemplate
-from etl.turns import Form, Said, Turn, intersect, join, make_form, mask, match_form
+from etl.turns import Form, Masked, Said, Turn, intersect, join, make_form, mask, match_form
+
+_FormKey: TypeAlias = tuple[tuple[bool, bool, int], tuple[bool, ...]]
+"""`Said.key`, and what of a turn the configuration trains."""
 
 _FORMS_KEPT: Final = 64
 _TELLING: Final = 3  # characters of an id by which a call can be told
@@ -95,8 +98,8 @@ class _Row:
         return self.template.trace(messages, tools, documents, self.arguments).text
 
     @property
-    def forms(self) -> dict[tuple[bool, bool, int], list[Form]]:
-        """What is known of the text around pieces, by `Said.key`."""
+    def forms(self) -> dict[_FormKey, list[Form]]:
+        """What is known of the text around pieces."""
         return self.template.recall("forms", self.arguments, dict)
 
     @property
@@ -114,7 +117,7 @@ def _render(conversation: Conversation, template: ChatTemplate, config: RunConfi
     if not (typed or row.cut) and _shows_every_role(row):
         turns = _turns_by_form(row)
         if turns is not None:
-            return _finish(row, turns, {}, (), {})
+            return _finish(row, turns, (), (), {})
     return _render_carefully(row, typed=typed)
 
 
@@ -166,32 +169,30 @@ def _spell_call(call: Any) -> Any:
 
 
 def _finish(
-    row: _Row, turns: Mapping[int, Turn], cuts: Mapping[int, int], literal: tuple[Span, ...], counts: Mapping[str, int]
+    row: _Row, turns: Sequence[Masked], cuts: Sequence[int], literal: tuple[Span, ...], counts: Mapping[str, int]
 ) -> Rendered:
-    """Mask each turn and put the row together. `cuts`: where the generated text of a cut message ends."""
+    """Put the row together. `turns`: its trained ones; `cuts`: where the generated text of cut messages ends."""
     spans: list[Span] = []
     last: Span | None = None
     found = dict(counts)
-    for k, turn in turns.items():
+    for turn in turns:
         if turn.dropped:
             found["dropped_reasoning_turns"] = found.get("dropped_reasoning_turns", 0) + 1
             continue
         if turn.empty:
             found["empty_think_blocks"] = found.get("empty_think_blocks", 0) + 1
-        own = mask(turn, row.config, cuts.get(k))
-        if row.trace.generated is not None:
-            own = intersect(own, row.trace.generated)
+        own = turn.spans if row.trace.generated is None else intersect(turn.spans, row.trace.generated)
         if own:
             spans += own
-            last = _behind_prompt(row, turn, own)
-    return Rendered(row.trace.text, join(spans), tuple(sorted(cuts.values())), literal, found, last)
+            last = _behind_prompt(row, turn.header_end, own)
+    return Rendered(row.trace.text, join(spans), tuple(sorted(cuts)), literal, found, last)
 
 
-def _behind_prompt(row: _Row, turn: Turn, own: Sequence[Span]) -> Span | None:
+def _behind_prompt(row: _Row, header_end: int, own: Sequence[Span]) -> Span | None:
     """The turn's trained range less what the generation prompt supplies."""
     prompt = row.template.prompt(row.arguments)
     begin, stop = own[0][0], own[-1][1]
-    at = turn.header_end - len(row.template.header(row.arguments))
+    at = header_end - len(row.template.header(row.arguments))
     if at >= 0 and row.trace.text.startswith(prompt, at):
         begin = max(begin, at + len(prompt))
     return (begin, stop) if begin < stop else None
@@ -200,30 +201,28 @@ def _behind_prompt(row: _Row, turn: Turn, own: Sequence[Span]) -> Span | None:
 # --- by form ---
 
 
-def _turns_by_form(row: _Row) -> dict[int, Turn] | None:
-    """The turns of a row all of whose trained turns equal a known form; None where one does not."""
+def _turns_by_form(row: _Row) -> list[Masked] | None:
+    """The trained turns of a row all of which equal a known form; None where one does not."""
     if not row.trained:
-        return {}
+        return []
     forms = row.forms
     if not forms or not row.template.follows_loops:
         return None
-    turns = {}
+    turns = []
     for k in row.trained:
         intervals = row.intervals(k)
         turn = _turn_by_form(row, k, intervals[0], forms) if len(intervals) == 1 else None
         if turn is None:
             return None
-        turns[k] = turn
+        turns.append(turn)
     return turns
 
 
-def _turn_by_form(
-    row: _Row, k: int, interval: Span, forms: Mapping[tuple[bool, bool, int], Sequence[Form]]
-) -> Turn | None:
+def _turn_by_form(row: _Row, k: int, interval: Span, forms: Mapping[_FormKey, Sequence[Form]]) -> Masked | None:
     said = _said(row, k)
     if said is None:
         return None
-    for form in forms.get(said.key, ()):
+    for form in forms.get((said.key, row.config.mask_switches), ()):
         turn = match_form(form, row.trace.text, interval, said)
         if turn is not None:
             return turn
@@ -265,8 +264,8 @@ def _remember(row: _Row, k: int, turn: Turn, pieces: Pieces, marked: Marked) -> 
     calls = [(name[0], call[1]) for name, call in zip(names, whole, strict=True) if name and call]
     if said is None or len(calls) < pieces.calls or calls != sorted(calls):
         return
-    form = make_form(turn, row.trace.text, reasoning, answer, calls)
-    known = row.forms.setdefault(said.key, [])
+    form = make_form(turn, mask(turn, row.config), row.trace.text, reasoning, answer, calls)
+    known = row.forms.setdefault((said.key, row.config.mask_switches), [])
     if form is not None and form not in known and len(known) < _FORMS_KEPT:
         known.append(form)
 
@@ -284,15 +283,18 @@ def _render_carefully(row: _Row, *, typed: bool) -> Rendered:
     _require_roles(row, marked)
     literal, counts = _judge_control_tokens(row, marked, typed=typed)
     others = [span for k, span in marked.bounds().items() if k not in row.trained]
-    turns: dict[int, Turn] = {}
-    cuts: dict[int, int] = {}
+    turns: list[Masked] = []
+    cuts: list[int] = []
     for k in row.trained:
         turn = _read_turn(row, k, pieces[k], marked)
-        turns[k] = turn = replace(turn, foreign=tuple(intersect(turn.intervals, others)))
+        turn = turn._replace(foreign=tuple(intersect(turn.intervals, others)))
+        cut: int | None = None
         if k not in row.cut:
             _remember(row, k, turn, pieces[k], marked)
         elif row.config.truncated_completions == "mask-end" and not turn.dropped:
-            cuts[k] = _find_cut(row, k, pieces[k], turn, marked)
+            cut = _find_cut(row, k, pieces[k], turn, marked)
+            cuts.append(cut)
+        turns.append(mask(turn, row.config, cut))
     if row.cut:
         counts["truncated_rows"] = 1
     return _finish(row, turns, cuts, literal, counts)
@@ -323,7 +325,7 @@ def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> Turn:
         limit = turn.end[0] if turn.end else intervals[-1][1]
         turn = _with_thought(row, turn, reasoning, min([limit, *(s for s, _ in present if s >= reasoning[1])]))
     if pieces.calls:
-        turn = replace(turn, calls=_bound_calls(row, turn, spoken, [span for span in calls if span]))
+        turn = turn._replace(calls=_bound_calls(row, turn, spoken, [span for span in calls if span]))
     return turn
 
 
@@ -386,7 +388,7 @@ def _with_thought(row: _Row, turn: Turn, reasoning: Span, following: int) -> Tur
     end = at + len(header)
     if at < 0:
         end = _skip_blanks(text, _close_of_thought(row, reasoning[1], following), following)
-    return replace(turn, opener=span, thought_end=end)
+    return turn._replace(opener=span, thought_end=end)
 
 
 def _with_empty_thought(row: _Row, turn: Turn, empty: Span) -> Turn:
@@ -395,7 +397,7 @@ def _with_empty_thought(row: _Row, turn: Turn, empty: Span) -> Turn:
     opener = THINK_OPEN.match(text, empty[0])
     span = opener and (opener.start(), opener.end() + text.startswith("\n", opener.end()))
     end = empty[1] + len(header) if header and text.startswith(header, empty[1]) else empty[1]
-    return replace(turn, opener=span, thought_end=end)
+    return turn._replace(opener=span, thought_end=end)
 
 
 def _close_of_thought(row: _Row, reasoning_end: int, following: int) -> int:

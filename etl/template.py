@@ -62,6 +62,7 @@ class ChatTemplate:
         self.control_tokens = _alternatives(special)
         self.control_starts = tuple(sorted({token[0] for token in special}))
         self._memory: dict[tuple[str, str], Any] = {}
+        self._last_key: tuple[Mapping[str, Any] | None, str] = None, ""
         self._sandbox = Sandbox(source, date, self.special_tokens)
         self._check_clock()
         self.as_parts = self._learn_parts()
@@ -130,7 +131,8 @@ class ChatTemplate:
 
     def merged(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A row's template arguments under the run's, which win."""
-        return {**arguments, **self.arguments} if arguments else self.arguments
+        # under the same names, in the order that a template can see, nothing of the row's is left
+        return self.arguments if [*arguments] in ([], [*self.arguments]) else {**arguments, **self.arguments}
 
     # --- what is known of it ---
 
@@ -179,8 +181,12 @@ class ChatTemplate:
         """Equal for template arguments between which this template cannot tell."""
         if arguments is self.arguments:
             return ""
-        read = {name: value for name, value in arguments.items() if name in self._sandbox.reads}
-        return json.dumps(read, default=repr)  # in the order given, which a template can see
+        asked, key = self._last_key  # a row asks for it again and again
+        if asked is not arguments:
+            read = {name: value for name, value in arguments.items() if name in self._sandbox.reads}
+            key = repr(read)  # in the order given, which a template can see
+            self._last_key = arguments, key
+        return key
 
     def recall(self, what: str, arguments: Mapping[str, Any], make: Callable[[], _T]) -> _T:
         """What is remembered under these template arguments, made where it is not. Threads may share it."""

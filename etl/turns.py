@@ -19,8 +19,7 @@ Anchor: TypeAlias = tuple[int, int]
 _TELLING: Final = 4  # characters before a call's name by which a call can be told
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """Where things lie in one assistant turn, as character positions in the row's text.
 
     `intervals`: the turn's text; `header_end`: where the assistant's text begins; `opener`: the tag that opens a
@@ -45,13 +44,25 @@ class Turn:
         return self.end[1] if self.end else self.intervals[-1][1]
 
 
-def mask(turn: Turn, config: RunConfig, cut: int | None = None) -> list[Span]:
-    """The trained spans of one turn, by the contract's table; `cut`: where the generated text of a cut turn ends."""
-    if turn.dropped:
-        return []
-    stop = turn.stop if cut is None else min(cut, turn.stop)
-    spans = [(max(start, turn.header_end), min(end, stop)) for start, end in turn.intervals]
-    return subtract([span for span in spans if span[0] < span[1]], _untrained(turn, config))
+class Masked(NamedTuple):
+    """What a turn comes to: its trained spans, where the assistant's text begins, whether the template left out a
+    piece, and whether an empty think block stands at the start.
+    """
+
+    spans: list[Span]
+    header_end: int
+    dropped: bool
+    empty: bool
+
+
+def mask(turn: Turn, config: RunConfig, cut: int | None = None) -> Masked:
+    """The turn masked by the contract's table; `cut`: where the generated text of a cut turn ends."""
+    spans: list[Span] = []
+    if not turn.dropped:
+        stop = turn.stop if cut is None else min(cut, turn.stop)
+        bounds = [(max(start, turn.header_end), min(end, stop)) for start, end in turn.intervals]
+        spans = subtract([span for span in bounds if span[0] < span[1]], _untrained(turn, config))
+    return Masked(spans, turn.header_end, turn.dropped, turn.empty is not None)
 
 
 def _untrained(turn: Turn, config: RunConfig) -> list[Span]:
@@ -96,11 +107,11 @@ def join(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The literal text around a turn's pieces, and where things lie in it.
+    """The literal text around a turn's pieces, and what of it is trained.
 
     `before` the first piece, `between` reasoning and answer, `after` all; `reasoning`, `answer`: whether the piece is
     in the text. `head`: what stands before the name of the first tool call; None without calls. `lead`: what stands
-    before the name of each further one. `places`: those of `Turn`, in the order of `_to_places`.
+    before the name of each further one. `spans`, `header_end`, `dropped`, `empty`: those of `Masked`.
     """
 
     before: str
@@ -108,8 +119,10 @@ class Form:
     after: str
     reasoning: bool
     answer: bool
-    places: tuple[Anchor | None, ...]
+    spans: tuple[tuple[Anchor, Anchor], ...]
+    header_end: Anchor
     dropped: bool
+    empty: bool
     head: str | None = None
     lead: str = ""
 
@@ -127,8 +140,8 @@ class Said(NamedTuple):
         return bool(self.reasoning), bool(self.answer), min(len(self.calls), 2)
 
 
-def match_form(form: Form, text: str, interval: Span, said: Said) -> Turn | None:
-    """The turn at `interval` read by a form; None where it differs."""
+def match_form(form: Form, text: str, interval: Span, said: Said) -> Masked | None:
+    """The turn at `interval` masked by a form; None where it differs."""
     start, end = interval
     if not text.startswith(form.before, start):
         return None
@@ -150,7 +163,9 @@ def match_form(form: Form, text: str, interval: Span, said: Said) -> Turn | None
     if not text.startswith(form.after, limit) or (reached != limit if form.head is None else not 0 <= reached <= limit):
         return None
     anchors = (start, thought_end, at, limit)
-    return _from_places(interval, [p and anchors[p[0]] + p[1] for p in form.places], dropped=form.dropped)
+    spans = [(anchors[i] + more, anchors[j] + beyond) for (i, more), (j, beyond) in form.spans]
+    i, more = form.header_end
+    return Masked(spans, anchors[i] + more, form.dropped, form.empty)
 
 
 def _match_calls(
@@ -171,10 +186,12 @@ def _match_calls(
     return at
 
 
-def make_form(turn: Turn, text: str, reasoning: Span | None, answer: Span | None, calls: Sequence[Span]) -> Form | None:
+def make_form(
+    turn: Turn, masked: Masked, text: str, reasoning: Span | None, answer: Span | None, calls: Sequence[Span]
+) -> Form | None:
     """The form of a turn whose text is one stretch; None where forms do not fit it.
 
-    `calls`: from the name of each tool call to the last text found in it.
+    `masked`: the turn as a complete one. `calls`: from the name of each tool call to the last text found in it.
     """
     if len(turn.intervals) != 1 or turn.foreign or (reasoning and answer and reasoning[1] > answer[0]):
         return None
@@ -194,8 +211,10 @@ def make_form(turn: Turn, text: str, reasoning: Span | None, answer: Span | None
         text[limit:end],
         reasoning is not None,
         answer is not None,
-        tuple(place if place is None else _anchored(place, anchors) for place in _to_places(turn)),
-        turn.dropped,
+        tuple((_anchored(start, anchors), _anchored(end, anchors)) for start, end in masked.spans),
+        _anchored(masked.header_end, anchors),
+        masked.dropped,
+        masked.empty,
         head,
         lead,
     )
@@ -214,29 +233,3 @@ def _lead(text: str, ended: int, calls: Sequence[Span]) -> str:
     while size and any(not gap.endswith(gaps[0][len(gaps[0]) - size :]) for gap in gaps):
         size -= 1
     return gaps[0][len(gaps[0]) - size :] if size >= _TELLING else ""
-
-
-def _to_places(turn: Turn) -> list[int | None]:
-    nothing = (None, None)
-    return [
-        turn.header_end,
-        turn.thought_end,
-        *(turn.opener or nothing),
-        *(turn.empty or nothing),
-        *(turn.calls or nothing),
-        *(turn.end or nothing),
-    ]
-
-
-def _from_places(interval: Span, places: Sequence[int | None], *, dropped: bool) -> Turn:
-    header_end, thought_end, opener, opened, empty, emptied, call, called, end, ended = places
-    return Turn(
-        (interval,),
-        header_end or 0,
-        None if opener is None or opened is None else (opener, opened),
-        thought_end,
-        None if empty is None or emptied is None else (empty, emptied),
-        None if call is None or called is None else (call, called),
-        None if end is None or ended is None else (end, ended),
-        dropped,
-    )

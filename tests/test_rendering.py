@@ -433,21 +433,29 @@ _WARM = [
     [USER, say(c, r), USER, say(d, s)] for c in ("", "x") for r in (None, "y") for d in ("", "x") for s in (None, "y")
 ]
 
+_SWITCHES: list[dict[str, bool]] = [
+    {},
+    {"no_train_end": True},
+    {"no_train_reasoning": True},
+    {"no_train_think_open": True, "train_empty_think": True},
+    {"no_train_tool_calls": True, "no_train_end": True},
+]
+
 
 @pytest.mark.parametrize(
     "name", ["qwen3", "qwen3_6", "glm4moe", "gptoss", "qwen2_5", "nemotron_3_nano", "qwen3_8_training"]
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(messages=MESSAGES)
+@given(messages=MESSAGES, options=st.sampled_from(_SWITCHES))
 def test_a_row_read_by_form_is_masked_as_one_read_with_care(
-    warmed: dict[str, tuple[ChatTemplate, ChatTemplate]], name: str, messages: list[Message]
+    warmed: dict[str, tuple[ChatTemplate, ChatTemplate]], name: str, messages: list[Message], options: dict[str, bool]
 ) -> None:
     quick, careful = warmed[name]
     careful._memory.clear()
     outcomes: list[Rendered | tuple[str, str]] = []
     for template in (quick, careful):
         try:
-            outcomes.append(render_row(template, messages))
+            outcomes.append(render_row(template, messages, **options))
         except RowError as error:
             outcomes.append((error.reason, error.detail))
     assert outcomes[0] == outcomes[1]
@@ -458,8 +466,9 @@ def warmed(material: Path) -> dict[str, tuple[ChatTemplate, ChatTemplate]]:
     names = ["qwen3", "qwen3_6", "glm4moe", "gptoss", "qwen2_5", "nemotron_3_nano", "qwen3_8_training"]
     pairs = {name: (load_template(material, name), load_template(material, name)) for name in names}
     for quick, _ in pairs.values():
-        for messages in _WARM:
-            render_row(quick, messages)
+        for options in _SWITCHES:
+            for messages in _WARM:
+                render_row(quick, messages, **options)
     return pairs
 
 
@@ -475,6 +484,13 @@ def test_a_closing_tag_that_ends_a_turn_is_found_behind_calls_of_any_length(mate
     for city in ("Paris", "Llanfairpwllgwyngyll"):
         shown = show(template, [USER, say("", tool_calls=[call("f", {"city": city})])], no_train_end=True)
         assert shown.endswith(f"<arg_value>{city}</arg_value>\n]]</tool_call>")
+
+
+def test_a_form_holds_for_the_options_that_it_was_learned_under(material: Path) -> None:
+    messages, template = [USER, say("ok", "why")], load_template(material, "qwen3_6")
+    for options in (*_SWITCHES, *reversed(_SWITCHES)):
+        fresh = load_template(material, "qwen3_6")
+        assert render_row(template, messages, **options) == render_row(fresh, messages, **options)
 
 
 def test_a_known_form_saves_the_second_render(qwen: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,8 @@ from etl.errors import RowError, UsageError
 from etl.masking import mask_by_ends, mask_by_offsets
 from etl.positions import Places, byte_places
 from etl.records import Encoded, Rendered, Span, TokenizerSpec
+
+T = TypeVar("T")
 
 TokenIds: TypeAlias = tuple[Sequence[int], Sequence[int]]
 """A row that came tokenized: prompt ids, which are not trained, and generated ids, which are."""
@@ -84,11 +85,11 @@ class Encoder:
 
     def _encode(self, rows: Sequence[Rendered | TokenIds]) -> Encoded:
         failed: dict[int, RowError] = {}
-        ids = [self._attempt(i, failed, partial(self._row_ids, row)) for i, row in enumerate(rows)]
+        ids = [self._attempt(i, failed, self._row_ids, row) for i, row in enumerate(rows)]
         places = self._places(rows, failed)
         doubtful = self._find_doubtful(rows, places, failed)
         for i, text in doubtful.items():
-            ids[i] = self._attempt(i, failed, partial(self._truth.ids, text))
+            ids[i] = self._attempt(i, failed, self._truth.ids, text)
         splits = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(found) for found in ids], out=splits[1:])
         flat = np.concatenate([_NO_IDS, *ids])
@@ -107,9 +108,9 @@ class Encoder:
         return {i: row.text for i in unplaced if isinstance(row := rows[i], Rendered) and not row.literal}
 
     @staticmethod
-    def _attempt(i: int, failed: dict[int, RowError], encode: Callable[[], Ids]) -> Ids:
+    def _attempt(i: int, failed: dict[int, RowError], encode: Callable[[T], Ids], row: T) -> Ids:
         try:
-            return encode()
+            return encode(row)
         except RowError as error:
             failed[i] = error
             return _NO_IDS
@@ -210,7 +211,7 @@ class Encoder:
             return np.zeros(len(ids), np.int32)
         lengths = self._lengths.take(ids)  # half the time of an index
         small = len(ids) < _INT32_END // self._longest
-        return np.cumsum(lengths, dtype=np.int32) if small else np.cumsum(lengths, dtype=np.int64)
+        return lengths.cumsum(dtype=np.int32) if small else lengths.cumsum(dtype=np.int64)
 
     def _places(self, rows: Sequence[Rendered | TokenIds], failed: Mapping[int, RowError]) -> list[Places | None]:
         places: list[Places | None] = [None] * len(rows)

@@ -87,12 +87,12 @@ class Reference:
 
     def ids(self, text: str) -> Ids:
         """Token ids, int32 [n]. Raises RowError where the text defeats the tokenizer."""
-        encoding = guarded(lambda: self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
+        encoding = guarded(self._tokenizer.encode_batch_fast, [text], add_special_tokens=False)[0]
         return np.array(encoding.ids, np.int32)
 
     def offsets(self, text: str) -> Offsets:
         """Token ids with their characters, an added token's blanks left to its neighbours. Raises RowError as `ids`."""
-        encoding = guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False))
+        encoding = guarded(self._tokenizer.encode, text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T.copy()
         for i in np.flatnonzero(np.isin(ids, self._absorbing)).tolist():
@@ -204,7 +204,7 @@ class Gigatoken:
         self._unweighed += len(text)
         if self._unweighed > _WEIGHED_EVERY:
             self._weigh()
-        ids: Ids = guarded(lambda: self._tokenizer.encode(text)).view(np.int32)
+        ids: Ids = guarded(self._tokenizer.encode, text).view(np.int32)
         return ids
 
     def _load(self) -> None:
@@ -236,7 +236,7 @@ def _load_gigatoken(backend_json: str) -> Any:
     except ImportError as error:
         raise EngineUnsupported("gigatoken is not installed") from error
     try:
-        return guarded(lambda: gigatoken.Tokenizer.from_json(backend_json))
+        return guarded(gigatoken.Tokenizer.from_json, backend_json)
     except RowError as error:
         raise EngineUnsupported(f"gigatoken cannot load it ({error.detail})") from error
 
@@ -270,13 +270,13 @@ def first_difference(reference: Reference, fast: Gigatoken, texts: Iterable[str]
     return next((text for text in texts if not np.array_equal(reference.ids(text), fast.ids(text))), None)
 
 
-def guarded(work: Callable[[], T]) -> T:
+def guarded(work: Callable[..., T], *args: Any, **options: Any) -> T:
     """What native code returns; where it raises, RowError `tokenizer`. A KeyboardInterrupt and its like pass.
 
     A panic in native code arrives as pyo3's PanicException, which is a BaseException and cannot be imported.
     """
     try:
-        return work()
+        return work(*args, **options)
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

@@ -266,9 +266,10 @@ def _parse(batch: Batch, kit: Kit, timed: Timed) -> tuple[list[_Row], list[Rejec
     rows: list[_Row] = []
     rejects: list[Reject] = []
     candidates = 0
+    config, traits = kit.config, kit.template.traits
     with timed("parse"):
         for line in batch.lines:
-            found = parse(line, kit.config, kit.template.traits)
+            found = parse(line, config, traits)
             candidates += len(found)
             for item in found:
                 if isinstance(item, Reject):

@@ -76,8 +76,7 @@ class ClockError(jinja2.TemplateError):
     """The template asked the clock, and no date was given."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(NamedTuple):
     """One render.
 
     `owners`: (start, end, message index), ascending and disjoint, for the text emitted while a loop was at a message.

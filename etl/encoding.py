@@ -95,7 +95,8 @@ class Encoder:
         flat = np.concatenate([_NO_IDS, *ids])
         verified, different = self._verify(rows, flat, splits, failed)
         mask, wrong, turns = self._mask(rows, places, flat, splits, failed)
-        last = {i: int(mask[first : splits[i + 1]].sum()) for i, first in turns.items()}
+        ones = mask.view(np.bool_)  # which are counted far faster than bytes are added up
+        last = {i: int(np.count_nonzero(ones[first : splits[i + 1]])) for i, first in turns.items()}
         return Encoded(flat, mask, splits, verified, different + wrong, failed, last, len(doubtful))
 
     def _find_doubtful(

@@ -7,7 +7,6 @@ ObjectInfo ─plan→ Partition ─read→ Line ─parse→ Conversation ─rend
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -195,10 +194,12 @@ class Rendered:
     def split_at_last_turn(self) -> Rendered:
         """The same mask, with a span that begins where `last_turn` does: what counting its tokens needs."""
         point = self.last_turn[0] if self.last_turn else 0
-        if not any(a < point < b for a, b in self.spans):
+        spans: list[Span] = []
+        for start, end in self.spans:
+            spans += ((start, point), (point, end)) if start < point < end else ((start, end),)
+        if len(spans) == len(self.spans):
             return self
-        halves = (((a, point), (point, b)) if a < point < b else ((a, b),) for a, b in self.spans)
-        return dataclasses.replace(self, spans=tuple(span for pair in halves for span in pair))
+        return Rendered(self.text, tuple(spans), self.cuts, self.literal, self.counts, self.last_turn)
 
     def __post_init__(self) -> None:
         at = 0

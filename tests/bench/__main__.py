@@ -268,9 +268,9 @@ def parse_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--rows", type=int, default=64_000, help="rows of etl's runs")
-    parser.add_argument("--rival-rows", type=int, help="rows of the other recipes' runs; default a tenth")
+    parser.add_argument("--rival-rows", type=int, help="rows of the other recipes' runs; default a twentieth")
     parser.add_argument("--scale-rows", type=int, help="rows of 1x in `scale`; default a sixteenth")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}; comma between")
     parser.add_argument("--many", type=int, default=128, help="workers in the comparison of many with 2")
     parser.add_argument("--many-rows", type=int, help="rows of that comparison; default three quarters of --rows")
@@ -278,7 +278,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--server", choices=("seaweedfs", "moto"), default="seaweedfs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep every single run")
     options = parser.parse_args()
-    options.rival_rows = options.rival_rows or max(500, options.rows // 10)
+    options.rival_rows = options.rival_rows or max(500, options.rows // 20)
     options.scale_rows = options.scale_rows or max(500, options.rows // 16)
     options.many_rows = options.many_rows or options.rows * 3 // 4
     if unknown := set(options.only.split(",")) - set(SECTIONS):

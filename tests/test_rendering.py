@@ -433,7 +433,7 @@ _WARM = [
     [USER, say(c, r), USER, say(d, s)] for c in ("", "x") for r in (None, "y") for d in ("", "x") for s in (None, "y")
 ]
 
-_SWITCHES: list[dict[str, bool]] = [
+_SWITCHES: list[dict[str, Any]] = [
     {},
     {"no_train_end": True},
     {"no_train_reasoning": True},
@@ -448,7 +448,7 @@ _SWITCHES: list[dict[str, bool]] = [
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(messages=MESSAGES, options=st.sampled_from(_SWITCHES))
 def test_a_row_read_by_form_is_masked_as_one_read_with_care(
-    warmed: dict[str, tuple[ChatTemplate, ChatTemplate]], name: str, messages: list[Message], options: dict[str, bool]
+    warmed: dict[str, tuple[ChatTemplate, ChatTemplate]], name: str, messages: list[Message], options: dict[str, Any]
 ) -> None:
     quick, careful = warmed[name]
     careful._memory.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -654,4 +655,7 @@ def test_a_server_ends_when_its_parent_is_killed() -> None:
         port = int(parent.stdout.readline().rpartition(b":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=120) as held_open:
             parent.kill()
-            assert held_open.recv(1) == b""  # returns once the server's end is closed, raises after two minutes
+            # Returns once the server's end is closed, raises TimeoutError after two minutes. A server that had not yet
+            # taken the connection up resets it with its end.
+            with contextlib.suppress(ConnectionResetError):
+                assert held_open.recv(1) == b""

@@ -194,17 +194,6 @@ class RunConfig:
         """The template arguments given on the command line: `--chat-template-kwargs`, then each `--template-arg`."""
         return {**self.chat_template_kwargs, **self.template_arg}
 
-    @property
-    def mask_switches(self) -> tuple[bool, ...]:
-        """What of a turn is trained, as far as options decide it."""
-        return (
-            self.no_train_think_open,
-            self.no_train_reasoning,
-            self.no_train_tool_calls,
-            self.no_train_end,
-            self.train_empty_think,
-        )
-
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")

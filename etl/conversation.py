@@ -213,7 +213,7 @@ def _normalize_turns(
             closed.append(i)
         if i >= draft.context and is_trainable(raw):
             trainable.append(i)
-    replies = sum(i >= draft.context for i in assistants) if draft.context else len(assistants)
+    replies = sum(i >= draft.context for i in assistants)
     return _Turns(messages, trainable, frozenset(cut), frozenset(closed), last, replies)
 
 

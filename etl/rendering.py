@@ -21,10 +21,10 @@ from etl.pieces import Piece, Pieces, content_text, field_text, function_of, pie
 from etl.records import Conversation, Message, Rendered, Span
 from etl.sandbox import Trace
 from etl.template import THINK_CLOSE, THINK_OPEN, ChatTemplate
-from etl.turns import Form, Masked, Said, Turn, intersect, join, make_form, mask, match_form
+from etl.turns import Form, Masked, Said, Turn, intersect, join, make_form, mask, match_form, switches
 
 _FormKey: TypeAlias = tuple[tuple[bool, bool, int], tuple[bool, ...]]
-"""`Said.key`, and what of a turn the configuration trains."""
+"""`Said.key`, and `switches` of the configuration."""
 
 _FORMS_KEPT: Final = 64
 _TELLING: Final = 3  # characters of an id by which a call can be told
@@ -222,7 +222,7 @@ def _turn_by_form(row: _Row, k: int, interval: Span, forms: Mapping[_FormKey, Se
     said = _said(row, k)
     if said is None:
         return None
-    for form in forms.get((said.key, row.config.mask_switches), ()):
+    for form in forms.get((said.key, switches(row.config)), ()):
         turn = match_form(form, row.trace.text, interval, said)
         if turn is not None:
             return turn
@@ -256,7 +256,7 @@ def _begins_with_tag(text: str) -> bool:
     return text[:1] in _BRACKETS and bool(THINK_OPEN.match(text) or THINK_CLOSE.match(text))
 
 
-def _remember(row: _Row, k: int, turn: Turn, pieces: Pieces, marked: Marked) -> None:
+def _remember(row: _Row, k: int, turn: Turn, masked: Masked, pieces: Pieces, marked: Marked) -> None:
     said = _said(row, k)
     reasoning, answer = (marked.find(k, name, turn.intervals) for name in ("reasoning", "answer"))
     names = [marked.find(k, f"name {i}", turn.intervals) for i in range(pieces.calls)]
@@ -264,8 +264,8 @@ def _remember(row: _Row, k: int, turn: Turn, pieces: Pieces, marked: Marked) -> 
     calls = [(name[0], call[1]) for name, call in zip(names, whole, strict=True) if name and call]
     if said is None or len(calls) < pieces.calls or calls != sorted(calls):
         return
-    form = make_form(turn, mask(turn, row.config), row.trace.text, reasoning, answer, calls)
-    known = row.forms.setdefault((said.key, row.config.mask_switches), [])
+    form = make_form(turn, masked, row.trace.text, reasoning, answer, calls)
+    known = row.forms.setdefault((said.key, switches(row.config)), [])
     if form is not None and form not in known and len(known) < _FORMS_KEPT:
         known.append(form)
 
@@ -289,12 +289,13 @@ def _render_carefully(row: _Row, *, typed: bool) -> Rendered:
         turn = _read_turn(row, k, pieces[k], marked)
         turn = turn._replace(foreign=tuple(intersect(turn.intervals, others)))
         cut: int | None = None
-        if k not in row.cut:
-            _remember(row, k, turn, pieces[k], marked)
-        elif row.config.truncated_completions == "mask-end" and not turn.dropped:
+        if k in row.cut and row.config.truncated_completions == "mask-end" and not turn.dropped:
             cut = _find_cut(row, k, pieces[k], turn, marked)
             cuts.append(cut)
-        turns.append(mask(turn, row.config, cut))
+        masked = mask(turn, row.config, cut)
+        if k not in row.cut:
+            _remember(row, k, turn, masked, pieces[k], marked)
+        turns.append(masked)
     if row.cut:
         counts["truncated_rows"] = 1
     return _finish(row, turns, cuts, literal, counts)

@@ -80,6 +80,17 @@ def _untrained(turn: Turn, config: RunConfig) -> list[Span]:
     return out
 
 
+def switches(config: RunConfig) -> tuple[bool, ...]:
+    """The options by which `_untrained` decides: a form made under others does not serve."""
+    return (
+        config.train_empty_think,
+        config.no_train_think_open,
+        config.no_train_reasoning,
+        config.no_train_tool_calls,
+        config.no_train_end,
+    )
+
+
 def subtract(spans: list[Span], out: Iterable[Span]) -> list[Span]:
     """The spans without the ranges in `out`."""
     for low, high in out:

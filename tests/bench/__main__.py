@@ -176,13 +176,18 @@ def show_contest(bench: Bench, only: Sequence[str]) -> None:
     if crowd:
         few, many = crowd.values()
         print(f"  {options.many} workers against 2, partitions of {FINE}: {figures.ratios(many, few)}")
-    idle, slot = (figures.middle(two, value) for value in (lambda m: m.idle, lambda m: figures.waiting(m, 2)))
-    print(f"  waiting at 2 workers: the cores idle {idle:.1%} of the time;")
-    print(
-        f"    a worker's compute slot waits in `read` or between tasks {slot:.1%}, and writes the one before meanwhile"
-    )
+    show_waiting(two)
     if "stages" in only:
         figures.show_stages({"1 worker": taken["(a) etl, 1 worker"], "2 workers": two})
+
+
+def show_waiting(two: Sequence[Measured]) -> None:
+    """How long 2 workers wait, by three measures."""
+    values = (lambda m: m.waiting, lambda m: m.idle, lambda m: figures.waiting(m, 2))
+    none_ready, idle, slot = (figures.middle(two, value) for value in values)
+    print(f"  waiting at 2 workers: no thread of a worker runs or is ready to {none_ready:.1%} of the time;")
+    print(f"    the cores idle {idle:.1%}; a worker's compute slot waits in `read` or between tasks {slot:.1%},")
+    print("    and writes the one before meanwhile")
 
 
 def take_many(bench: Bench) -> dict[str, list[Measured]]:

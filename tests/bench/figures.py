@@ -39,7 +39,7 @@ def show_speeds(runs: Mapping[str, Sequence[Measured]]) -> None:
     """One line a contender: speed without start-up, with it, memory, who spent the CPU."""
     head = (
         *("", "rows/s", "Mtokens/s", "MB/s", "work s", "whole s", "rows/s whole", "peak MB", "private MB"),
-        *("CPU s client", "workers", "S3 server", "idle"),
+        *("CPU s client", "workers", "S3 server", "idle", "stolen"),
     )
     show("speed and memory (work: without start-up; whole: with it)", head, map(_speed_line, runs.values()))
 
@@ -48,7 +48,7 @@ def _speed_line(of_one: Sequence[Measured]) -> list[str]:
     first = of_one[0]
     work, whole = middle(of_one, lambda m: m.work), middle(of_one, lambda m: m.whole)
     spent = [f"{middle(of_one, _cpu(who)):.1f}" if who in first.cpu else "-" for who in _SPENDERS]
-    idle = f"{middle(of_one, lambda m: m.idle):.0%}" if first.cpu else "-"
+    shares = [f"{middle(of_one, value):.0%}" if first.cpu else "-" for value in (lambda m: m.idle, lambda m: m.stolen)]
     return [
         f"{first.name} ({first.rows:,} rows)",
         f"{first.rows / work:,.0f}",
@@ -60,7 +60,7 @@ def _speed_line(of_one: Sequence[Measured]) -> list[str]:
         f"{middle(of_one, lambda m: m.peak) / 1e6:,.0f}",
         f"{middle(of_one, lambda m: m.private) / 1e6:,.0f}",
         *spent,
-        idle,
+        *shares,
     ]
 
 

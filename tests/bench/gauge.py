@@ -1,4 +1,5 @@
-"""A running program -> what it costs: peak memory of all its processes, their CPU seconds, the machine's idle share.
+"""A running program -> what it costs: peak memory of all its processes, their CPU seconds, the machine's idle share,
+what other machines took of it, how long workers waited.
 
 Memory is PSS: a page that n processes share counts for 1/n in each, so that the sum is what the program takes.
 """
@@ -12,10 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psutil
 
@@ -35,8 +36,9 @@ ONE_THREAD: Final = {
 """The environment of every program here: one native thread a process, and nothing that calls home."""
 
 _SAMPLE_SECONDS: Final = 0.5
+_GLANCE_SECONDS: Final = 0.1
 _SHARE: Final = 0.05
-"""Of one core, for looking at memory."""
+"""Of one core, for looking at memory or threads."""
 
 _FIELDS: Final = ("Pss:", "Private_Clean:", "Private_Dirty:")
 
@@ -46,8 +48,8 @@ class Measured:
     """One program's run. Bytes are of JSON lines read; `whole` and `work` are seconds.
 
     `work`: without start-up, from all processes being ready to the last row written. `cpu`: seconds by who spent them
-    during `work`. `idle`: share of the machine's cores with nothing to do during `work`. `peak`: bytes of all
-    processes; `private`: the largest process's own at that moment. `stages`: seconds by stage, of all workers.
+    during `work`. `idle`, `stolen`, `waiting`: as a `Reading` has them. `peak`: bytes of all processes; `private`: the
+    largest process's own at that moment. `stages`: seconds by stage, of all workers.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Measured:
     work: float
     cpu: Mapping[str, float] = field(default_factory=dict)
     idle: float = 0.0
+    stolen: float = 0.0
+    waiting: float = 0.0
     peak: int = 0
     private: int = 0
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -69,31 +73,50 @@ class Measured:
         return self.rows / self.work
 
 
-class Clock:
-    """From a moment on: CPU seconds of this process, its children and the S3 server, and the machine's idle share.
+class Reading(NamedTuple):
+    """Seconds since a clock's beginning, CPU seconds by who spent them, and shares of that time.
 
-    A child that ended in between is not counted.
+    `idle`: of the machine's cores with nothing to do; `stolen`: of them taken by the machines beside this one (a
+    hypervisor's steal). `waiting`: of the workers' time in which no thread of theirs was running or ready to run.
+    """
+
+    work: float
+    cpu: Mapping[str, float]
+    idle: float
+    stolen: float
+    waiting: float
+
+
+class Clock:
+    """From a moment on: what this process, its children and the S3 server do, and what is left of the machine.
+
+    A child that ended in between is not counted. Workers are the children's children: a forkserver's.
     """
 
     def __init__(self, server: Iterable[int] = ()) -> None:
         self._server = [psutil.Process(pid) for pid in server]
         self._before = self._now()
+        me = psutil.Process()
+        self._waiting = Waiting([p.pid for p in me.children(recursive=True) if p.ppid() != me.pid])
 
-    def _now(self) -> tuple[float, dict[str, dict[int, float]], float]:
+    def _now(self) -> tuple[float, dict[str, dict[int, float]], float, float]:
         me = psutil.Process()
         who = {"client": [me], "workers": me.children(recursive=True), "server": self._server}
         spent = {name: {p.pid: seconds for p in processes if (seconds := _cpu(p))} for name, processes in who.items()}
         machine = psutil.cpu_times()
-        return time.monotonic(), spent, machine.idle + machine.iowait
+        return time.monotonic(), spent, machine.idle + machine.iowait, machine.steal
 
-    def read(self) -> tuple[float, dict[str, float], float]:
-        """(seconds, CPU seconds by who spent them, share of the cores that was idle) since the beginning."""
-        (start, before, idle), (end, after, idle_now) = self._before, self._now()
+    def read(self) -> Reading:
+        """What was seen since the beginning; the last reading, for the workers."""
+        (start, before, idle, stolen), (end, after, idle_now, stolen_now) = self._before, self._now()
         spent = {
             name: sum(seconds - before[name].get(pid, 0.0) for pid, seconds in found.items())
             for name, found in after.items()
         }
-        return end - start, spent, (idle_now - idle) / (end - start) / (os.cpu_count() or 1)
+        seconds = (end - start) * (os.cpu_count() or 1)
+        return Reading(
+            end - start, spent, (idle_now - idle) / seconds, (stolen_now - stolen) / seconds, self._waiting.stop()
+        )
 
 
 def _cpu(process: psutil.Process) -> float:
@@ -101,6 +124,40 @@ def _cpu(process: psutil.Process) -> float:
         times = process.cpu_times()
         return float(times.user + times.system)
     return 0.0
+
+
+class Waiting:
+    """Looks at the threads of processes, again and again in a thread of its own, until `stop`."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._looks = self._waits = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        wait = _GLANCE_SECONDS
+        while not self._over.wait(wait):
+            start = time.thread_time()
+            self._looks += len(self._pids)
+            self._waits += sum(not _is_runnable(pid) for pid in self._pids)
+            wait = max(_GLANCE_SECONDS, (time.thread_time() - start) / _SHARE)
+
+    def stop(self) -> float:
+        """Look no more; the share of looks in which a process had nothing to do."""
+        self._over.set()
+        self._thread.join()
+        return self._waits / self._looks if self._looks else 0.0
+
+
+def _is_runnable(pid: int) -> bool:
+    """Whether any thread of the process runs or waits for nothing but a core."""
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            if path.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 class Memory:

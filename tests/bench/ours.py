@@ -11,7 +11,7 @@ from typing import Any
 from etl.config import RunConfig
 from etl.jobs import RunResult, run
 from etl.watcher import Watcher
-from tests.bench.gauge import Clock
+from tests.bench.gauge import Clock, Reading
 
 
 class Timer(Watcher):
@@ -22,7 +22,7 @@ class Timer(Watcher):
         self._clock: Clock | None = None
         self._left = 0
         self.stages: Counter[str] = Counter()
-        self.read: tuple[float, dict[str, float], float] = (0.0, {}, 0.0)
+        self.reading = Reading(0.0, {}, 0.0, 0.0, 0.0)
 
     def say(self, text: str) -> None:
         if text.startswith("dashboard"):  # said when all workers have joined
@@ -35,19 +35,16 @@ class Timer(Watcher):
         self.stages.update(receipt["run"]["stages"])
         self._left -= 1
         if not self._left and self._clock:
-            self.read = self._clock.read()
+            self.reading = self._clock.read()
 
 
 def measured(result: RunResult, timer: Timer, size: int) -> dict[str, Any]:
     """The fields of `gauge.Measured` that only this process knows."""
-    work, cpu, idle = timer.read
     return {
         "rows": result.rows,
         "tokens": result.tokens,
         "bytes": size,
-        "work": work,
-        "cpu": cpu,
-        "idle": idle,
+        **timer.reading._asdict(),
         "stages": timer.stages,
         "more": {
             "seconds": result.seconds,

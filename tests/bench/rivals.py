@@ -93,8 +93,8 @@ def run_pool(task: Mapping[str, Any], files: list[Path]) -> tuple[int, float, di
 
 
 def _read(clock: Clock) -> tuple[float, dict[str, Any]]:
-    work, cpu, idle = clock.read()
-    return work, {"cpu": cpu, "idle": idle}
+    reading = clock.read()._asdict()
+    return reading.pop("work"), reading
 
 
 def _marked(row: Row, *, folder: str, template: str, stamps: str) -> Row:

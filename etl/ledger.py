@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -115,29 +115,38 @@ class Task:
     started: float
 
 
-def write_partition(
-    storage: Storage, task: Task, outcome: Outcome, table: pa.Table, clock: StageSeconds
-) -> dict[str, Any]:
+class Part(NamedTuple):
+    """A partition's rows, and the Parquet file that they make; None without rows."""
+
+    table: pa.Table
+    body: bytes | None
+
+
+def make_part(table: pa.Table, clock: StageSeconds) -> Part:
+    """The rows with their file."""
+    with clock("parquet"):
+        return Part(table, serialize(table) if table.num_rows else None)
+
+
+def write_partition(storage: Storage, task: Task, outcome: Outcome, part: Part, clock: StageSeconds) -> dict[str, Any]:
     """Write rejects, part and receipt, each one PUT; return the receipt. A partition without rows writes no part.
 
     `storage` is this partition's own: its retries become the receipt's.
     """
     places, stem = Places(canonical_url(task.output)), task.partition.stem
-    with clock("parquet"):
-        body = serialize(table) if table.num_rows else None
     with clock("write"):
         if outcome.rejects:
             storage.put(places.rejects(stem), encode_rejects(outcome.rejects, task.partition))
-        if body is not None:
-            storage.put(places.part(stem), body)
-    receipt = _lasting(task, outcome, table, body) | {"run": _passing(storage, task, clock)}
+        if part.body is not None:
+            storage.put(places.part(stem), part.body)
+    receipt = _lasting(task, outcome, part) | {"run": _passing(storage, task, clock)}
     storage.put(places.receipt(stem), encode_json(receipt))
     return receipt
 
 
-def _lasting(task: Task, outcome: Outcome, table: pa.Table, body: bytes | None) -> dict[str, Any]:
+def _lasting(task: Task, outcome: Outcome, part: Part) -> dict[str, Any]:
     """What is the same however often the partition is done."""
-    partition = task.partition
+    partition, (table, body) = task.partition, part
     return {
         "version": VERSION,
         "index": partition.index,

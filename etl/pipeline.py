@@ -48,7 +48,7 @@ class Kit:
     """What the stages need, built once in each worker.
 
     `lock` is held by whoever transforms: a template and an encoder serve one partition at a time, also where a
-    cluster's workers have several threads.
+    cluster's workers have several threads. Where no core is free for it, who compresses a part holds it too.
     """
 
     config: RunConfig

@@ -46,7 +46,8 @@ def make_output(folder: Path, objects: Mapping[str, bytes], *, partitions: int |
         clock = StageClock()
         outcome = transform(lambda p=partition: kit.read(p), kit, clock)  # type: ignore[misc]
         task = ledger.Task(str(output), kit.fingerprint, partition, time.perf_counter())
-        books.enter(partition, ledger.write_partition(kit.storage, task, outcome, outcome.table, clock))
+        part = ledger.make_part(outcome.table, clock)
+        books.enter(partition, ledger.write_partition(kit.storage, task, outcome, part, clock))
     if partitions is None:
         ledger.write_run(seen.storage, seen.places, jobs.new_run_id(), books.close().as_dict())
     return output

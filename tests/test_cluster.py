@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle
 import dask
 import pytest
+from dask.system import cpu_count
 from distributed import Client, LocalCluster, SchedulerPlugin
 
 from etl import cluster, jobs
@@ -61,6 +62,13 @@ def client() -> Iterator[Client]:
 def partitions(n: int) -> list[Partition]:
     """Partitions of objects that nobody reads."""
     return [Partition(i, f"{i:012x}", (ObjectRange(f"s3://b/{i}.jsonl", "e", 0, 9, 9),)) for i in range(n)]
+
+
+def test_every_core_has_a_worker_where_as_many_are_asked_for_or_none() -> None:
+    cores = cpu_count()
+    options: list[dict[str, Any]] = [{}, {"workers": cores}, {"workers": cores + 1}, {"scheduler": "tcp://host:8786"}]
+    assert [cluster.fills_cores(config("bucket", **more)) for more in options] == [True, True, True, False]
+    assert cluster.fills_cores(config("bucket", workers=1)) == (cores == 1)
 
 
 def test_a_run_of_60_partitions_is_60_tasks_and_leaves_none(s3: Any, bucket: str, client: Client) -> None:

@@ -184,10 +184,9 @@ def show_contest(bench: Bench, only: Sequence[str]) -> None:
 def show_waiting(two: Sequence[Measured]) -> None:
     """How long 2 workers wait, by three measures."""
     values = (lambda m: m.waiting, lambda m: m.idle, lambda m: figures.waiting(m, 2))
-    none_ready, idle, slot = (figures.middle(two, value) for value in values)
+    none_ready, idle, other = (figures.middle(two, value) for value in values)
     print(f"  waiting at 2 workers: no thread of a worker runs or is ready to {none_ready:.1%} of the time;")
-    print(f"    the cores idle {idle:.1%}; a worker's compute slot waits in `read` or between tasks {slot:.1%},")
-    print("    and writes the one before meanwhile")
+    print(f"    the cores idle {idle:.1%}; a worker neither computes nor compresses {other:.1%}")
 
 
 def take_many(bench: Bench) -> dict[str, list[Measured]]:

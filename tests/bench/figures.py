@@ -17,7 +17,7 @@ BUDGET: Final[Mapping[str, tuple[tuple[str, ...], float]]] = {
 }
 """The goal of each stage in microseconds a row, and the stages of a receipt that belong to it."""
 
-_MAIN_SLOT: Final = ("read", "parse", "render", "encode", "table")
+_COMPUTING: Final = ("parse", "render", "encode", "table", "parquet")
 
 
 def show(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -106,12 +106,11 @@ def _cpu(who: str) -> Callable[[Measured], float]:
 
 
 def waiting(run: Measured, workers: int) -> float:
-    """The share of wall time that the workers' compute slots spent in `read` or in no stage.
+    """The share of wall time in which a worker neither computed nor compressed: it read, wrote, or had no task.
 
-    No idle time: what a worker has finished is compressed and written meanwhile, outside of the slot.
+    With fewer workers than cores the two lie beside each other, and this says nothing.
     """
-    busy = sum(run.stages.get(name, 0.0) for name in _MAIN_SLOT if name != "read")
-    return 1 - busy / (workers * run.work)
+    return 1 - sum(run.stages.get(name, 0.0) for name in _COMPUTING) / (workers * run.work)
 
 
 def show_scale(runs: Mapping[int, Sequence[Measured]]) -> None:

@@ -290,7 +290,7 @@ class PartEngine(ArrowDatasetEngine):
 def _turn(kit: Kit) -> AbstractContextManager[Any]:
     """The worker's lock, where each core has a worker: its threads would only push each other out of the core's cache.
 
-    Measured over 33 pairs of runs: 2 to 3 % less CPU a row, 3 % more rows/s. Elsewhere a free core compresses.
+    Measured over 33 pairs of runs: 2 to 3 % less CPU a row. Elsewhere a free core compresses.
     """
     return kit.lock if fills_cores(kit.config) else contextlib.nullcontext()
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -126,28 +126,44 @@ def _cpu(process: psutil.Process) -> float:
     return 0.0
 
 
-class Waiting:
-    """Looks at the threads of processes, again and again in a thread of its own, until `stop`."""
+class Sampler:
+    """Calls `look` again and again in a thread of its own, until `stop`; seldomer where looking takes long."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
-        self._looks = self._waits = 0
+    def __init__(self, look: Callable[[], None], seconds: float) -> None:
+        self._look = look
+        self._seconds = seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        wait = _GLANCE_SECONDS
+        wait = self._seconds
         while not self._over.wait(wait):
             start = time.thread_time()
-            self._looks += len(self._pids)
-            self._waits += sum(not _is_runnable(pid) for pid in self._pids)
-            wait = max(_GLANCE_SECONDS, (time.thread_time() - start) / _SHARE)
+            self._look()
+            wait = max(self._seconds, (time.thread_time() - start) / _SHARE)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self._thread.join()
+
+
+class Waiting:
+    """Looks at the threads of processes, again and again, until `stop`."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._looks = self._waits = 0
+        self._sampler = Sampler(self._look, _GLANCE_SECONDS)
+
+    def _look(self) -> None:
+        self._looks += len(self._pids)
+        self._waits += sum(not _is_runnable(pid) for pid in self._pids)
 
     def stop(self) -> float:
         """Look no more; the share of looks in which a process had nothing to do."""
-        self._over.set()
-        self._thread.join()
+        self._sampler.stop()
         return self._waits / self._looks if self._looks else 0.0
 
 
@@ -161,35 +177,25 @@ def _is_runnable(pid: int) -> bool:
 
 
 class Memory:
-    """Looks at a process and all below it, again and again in a thread, until `stop`."""
+    """Looks at a process and all below it, again and again, until `stop`."""
 
     def __init__(self, pid: int) -> None:
         self.peak = 0
         self.private = 0
         self._root = psutil.Process(pid)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        self._sampler = Sampler(self._look, _SAMPLE_SECONDS)
 
-    def _watch(self) -> None:
-        wait = _SAMPLE_SECONDS
-        while not self._over.wait(wait):
-            start = time.thread_time()
-            with contextlib.suppress(psutil.Error):
-                self._look([self._root, *self._root.children(recursive=True)])
-            wait = max(_SAMPLE_SECONDS, (time.thread_time() - start) / _SHARE)
-
-    def _look(self, processes: list[psutil.Process]) -> None:
-        found = [_memory(process.pid) for process in processes]
-        total = sum(pss for pss, _ in found)
-        if total > self.peak:
-            self.peak = total
-            self.private = max(private for _, private in found)
+    def _look(self) -> None:
+        with contextlib.suppress(psutil.Error):
+            found = [_memory(process.pid) for process in (self._root, *self._root.children(recursive=True))]
+            total = sum(pss for pss, _ in found)
+            if total > self.peak:
+                self.peak = total
+                self.private = max(private for _, private in found)
 
     def stop(self) -> None:
         """Look no more."""
-        self._over.set()
-        self._thread.join()
+        self._sampler.stop()
 
 
 def _memory(pid: int) -> tuple[int, int]:

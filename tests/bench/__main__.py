@@ -38,7 +38,7 @@ QWEN36: Final = "builtin:qwen3.6"
 PLAIN: Final = str(MATERIAL / "templates" / "qwen3_6.jinja")
 MARKED: Final = str(MATERIAL / "templates" / "qwen3_6_training.jinja")
 RIVALS: Final = {"b": "pool", "c": "datasets", "d": "daft"}
-SECTIONS: Final = ("a", "b", "c", "d", "stages", "many", "scale", "latency", "planning")
+SECTIONS: Final = ("a", "b", "c", "d", "stages", "many", "scale", "latency", "planning", "window")
 PLANNED: Final = (1_805, 1_000_000)
 FINE: Final = "1MiB"
 """Partition size where 128 workers are compared with 2: small enough for more partitions than workers."""
@@ -265,6 +265,18 @@ def show_planning() -> None:
     figures.show("planning", ["objects", "s", "peak MB", "plan.json MB"], lines)
 
 
+def show_window(partitions: int) -> None:
+    """What client, scheduler and workers hold while sleeping tasks, as many as that, go through a run's window."""
+    command = [sys.executable, "-m", "tests.bench.window", str(partitions)]
+    looks = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    lines = [
+        [f"{a['done']:,}", f"{a['s']:.0f}", str(a["tasks"]), f"{a['client'] / 1e6:.1f}", f"{a['rest'] / 1e6:.1f}"]
+        for a in looks
+    ]
+    head = ["partitions done", "s", "tasks known at most", "client and scheduler MB", "the rest MB"]
+    figures.show("window, tasks that only sleep, 2 workers", head, lines)
+
+
 # --- the door ----------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +290,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}; comma between")
     parser.add_argument("--many", type=int, default=128, help="workers in the comparison of many with 2")
     parser.add_argument("--many-rows", type=int, help="rows of that comparison; default three quarters of --rows")
+    parser.add_argument("--window-tasks", type=int, default=100_000, help="partitions in `window`; 7 ms each")
     parser.add_argument("--partition-bytes", default="16MiB", help="default as that of `etl run`")
     parser.add_argument("--server", choices=("seaweedfs", "moto"), default="seaweedfs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep every single run")
@@ -341,7 +354,9 @@ def measure_all(bench: Bench, only: Sequence[str]) -> None:
     """The sections that were asked for."""
     if "planning" in only:
         show_planning()
-    if set(only) - {"scale", "latency", "planning"}:
+    if "window" in only:
+        show_window(bench.options.window_tasks)
+    if set(only) - {"scale", "latency", "planning", "window"}:
         show_contest(bench, only)
     if "scale" in only:
         show_scale(bench)

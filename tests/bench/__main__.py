@@ -290,7 +290,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}; comma between")
     parser.add_argument("--many", type=int, default=128, help="workers in the comparison of many with 2")
     parser.add_argument("--many-rows", type=int, help="rows of that comparison; default three quarters of --rows")
-    parser.add_argument("--window-tasks", type=int, default=100_000, help="partitions in `window`; 7 ms each")
+    parser.add_argument("--window-tasks", type=int, default=100_000, help="partitions in `window`; 8 ms each")
     parser.add_argument("--partition-bytes", default="16MiB", help="default as that of `etl run`")
     parser.add_argument("--server", choices=("seaweedfs", "moto"), default="seaweedfs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep every single run")

@@ -25,10 +25,10 @@ NAP = 0.001
 LOOKS = 10
 
 
-def nap(partition: Partition) -> int:
+def nap(index: int) -> int:
     """What a task does here."""
     time.sleep(NAP)
-    return partition.index
+    return index
 
 
 def slide_through(client: Client, scheduler: Any, partitions: Sequence[Partition]) -> list[dict[str, float]]:
@@ -37,7 +37,8 @@ def slide_through(client: Client, scheduler: Any, partitions: Sequence[Partition
     me = psutil.Process()
 
     def submit(chunk: Sequence[cluster.PartTask]) -> Any:
-        return client.map(nap, [task.partition for task in chunk], pure=False)
+        graph = {task.key: (nap, task.partition.index) for task in chunk}
+        return client.get(graph, [*graph], sync=False)
 
     looks: list[dict[str, float]] = []
     most = 0

@@ -8,7 +8,7 @@ template's own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -71,7 +71,7 @@ class Marked:
         return (starts[0], ends[-1]) if starts and ends and starts[0] < ends[-1] else None
 
     def find_call(self, message: int, call: int, intervals: Sequence[Span]) -> Span | None:
-        """From the first to the last character found of a tool call: its name, or the last text in its arguments."""
+        """From the first to the last character found of a tool call: its name, or a text in its arguments."""
         names = (f"name {call}", f"arguments {call}")
         found = [span for name in names if (span := self.find(message, name, intervals))]
         return (min(start for start, _ in found), max(end for _, end in found)) if found else None
@@ -83,10 +83,11 @@ class Marked:
     def bounds(self) -> dict[int, Span]:
         """From the first to the last character that each message wrote, of those that left any."""
         bounds: dict[int, Span] = {}
-        for (message, _), (left, right) in self.of.items():
+        for (message, piece), (left, right) in self.of.items():
             if left in self.places and right in self.places:
                 start = self.places[left][0]
-                end = next((at for at in self.places[right] if at > start), start)
+                ends = [at for at in self.places[right] if at > start] or [start]
+                end = ends[-1 if piece.startswith("arguments") else 0]  # those are marked text by text
                 low, high = bounds.get(message, (start, end))
                 bounds[message] = min(low, start), max(high, end)
         return bounds
@@ -105,23 +106,49 @@ def mark_all(
 
     `pieces`: those of the assistant messages; `tokens`: matches the control tokens to break up, if any were typed.
     """
-    area = _free_area(text, len(messages))
-    ways = ((True, tokens), (True, None), (False, None))
-    for with_calls, breaking in dict.fromkeys(ways):
-        marks = Marks(*area)
-        shown: Any = [
-            _mark_message(message, k, pieces[k], marks, with_calls=with_calls)
-            if k in pieces
-            else _mark_text(message, k, marks)
-            for k, message in enumerate(messages)
-        ]
-        shown_tools, shown_documents = tools, documents
-        if breaking is not None:
-            shown, shown_tools, shown_documents = _break_tokens((shown, tools, documents), breaking, chr(marks.base))
-        marked = _read(shown, shown_tools, shown_documents, text, render, marks)
-        if marked is not None:
-            return replace(marked, breaks=breaking is not None)
-    return None
+    row = _Row(messages, tools, documents, text, render, _free_area(text, len(messages)))
+    others = [k for k in range(len(messages)) if k not in pieces]
+    marked = row.mark(pieces, others, tokens)
+    if marked is None and (least := row.mark(pieces, (), tokens)) is not None:
+        # a template may ask how a user's text begins or ends (`<tool_response>`, `/no_think`): such texts go unmarked
+        quiet = [k for k in others if row.mark({}, [k], None) is not None]
+        marked = row.mark(pieces, quiet, tokens) or least
+    return marked
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What is rendered again with marks, and what they are taken from."""
+
+    messages: Sequence[Message]
+    tools: Any
+    documents: Any
+    text: str
+    render: Render
+    area: tuple[int, int]
+
+    def mark(
+        self, pieces: Mapping[int, Pieces], others: Collection[int], tokens: re.Pattern[str] | None
+    ) -> Marked | None:
+        """As `mark_all`, with marks around the `pieces` and the texts of the messages in `others` alone."""
+        ways = ((True, tokens), (True, None), (False, None))
+        for with_calls, breaking in dict.fromkeys(ways):
+            marks = Marks(*self.area)
+            shown: Any = [
+                _mark_message(message, k, pieces[k], marks, with_calls=with_calls)
+                if k in pieces
+                else _mark_text(message, k, marks)
+                if k in others
+                else message
+                for k, message in enumerate(self.messages)
+            ]
+            tools, documents = self.tools, self.documents
+            if breaking is not None:
+                shown, tools, documents = _break_tokens((shown, tools, documents), breaking, chr(marks.base))
+            marked = _read(shown, tools, documents, self.text, self.render, marks)
+            if marked is not None:
+                return replace(marked, breaks=breaking is not None)
+        return None
 
 
 def kept_blanks(
@@ -147,13 +174,13 @@ def kept_blanks(
     return 0
 
 
-def strings_in(value: Any) -> list[str]:
-    """All text in a JSON value, keys left out."""
+def strings_in(value: Any, *, keys: bool = False) -> list[str]:
+    """All text in a JSON value; that of its keys too where `keys` says so."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        value = list(value.values())
-    return [text for item in value for text in strings_in(item)] if isinstance(value, list | tuple) else []
+        value = [*value, *value.values()] if keys else list(value.values())
+    return [text for item in value for text in strings_in(item, keys=keys)] if isinstance(value, list | tuple) else []
 
 
 def _free_area(text: str, messages: int) -> tuple[int, int]:
@@ -219,7 +246,7 @@ def _around(text: str, inserts: Sequence[tuple[Span, tuple[str, str]]]) -> str:
 
 
 def _mark_call(call: Any, k: int, i: int, marks: Marks) -> Any:
-    """The call with marks around its name, and around its arguments' text or the last text in them."""
+    """The call with marks around its name, and the same two around its arguments' text or each text in them."""
     function = function_of(call)
     name = function.get("name")
     if not isinstance(name, str) or not name:
@@ -227,20 +254,17 @@ def _mark_call(call: Any, k: int, i: int, marks: Marks) -> Any:
     left, right = marks.pair(k, f"name {i}")
     marked = {**function, "name": left + name + right}
     if "arguments" in function:
-        marked["arguments"] = _mark_last(function["arguments"], marks.pair(k, f"arguments {i}"))
+        marked["arguments"] = _mark_texts(function["arguments"], marks.pair(k, f"arguments {i}"))
     return {**call, "function": marked} if "function" in call else marked
 
 
-def _mark_last(value: Any, pair: tuple[str, str]) -> Any:
+def _mark_texts(value: Any, pair: tuple[str, str]) -> Any:
     if isinstance(value, str):
         core = core_within(value, 0, len(value))
         return _around(value, [(core, pair)]) if core else value
-    if isinstance(value, dict) and value:
-        key = next(reversed(value))
-        return {**value, key: _mark_last(value[key], pair)}
-    if isinstance(value, list) and value:
-        return [*value[:-1], _mark_last(value[-1], pair)]
-    return value
+    if isinstance(value, dict):
+        return {key: _mark_texts(item, pair) for key, item in value.items()}
+    return [_mark_texts(item, pair) for item in value] if isinstance(value, list) else value
 
 
 def _break_tokens(value: Any, tokens: re.Pattern[str], mark: str) -> Any:
@@ -248,7 +272,7 @@ def _break_tokens(value: Any, tokens: re.Pattern[str], mark: str) -> Any:
     if isinstance(value, str):
         return tokens.sub(lambda found: found[0][0] + mark + found[0][1:], value)
     if isinstance(value, dict):
-        return {key: _break_tokens(item, tokens, mark) for key, item in value.items()}
+        return {_break_tokens(key, tokens, mark): _break_tokens(item, tokens, mark) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_break_tokens(item, tokens, mark) for item in value)
     return value

@@ -10,7 +10,7 @@ around each piece that a message wrote (`etl.marks`), and keeps the literal text
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -249,16 +249,21 @@ def _said(row: _Row, k: int) -> Said | None:
         pieces = row.pieces(k)
         reasoning = piece_text(message, pieces.reasoning) if pieces.reasoning else ""
         answer = piece_text(message, pieces.answer) if pieces.answer else ""
-    return None if _begins_with_tag(reasoning) or _begins_with_tag(answer) else Said(reasoning, answer, calls)
+    tags = row.template.thought_tags
+    if _begins_with_tag(reasoning, tags) or _begins_with_tag(answer, tags):
+        return None
+    return Said(reasoning, answer, calls)
 
 
-def _begins_with_tag(text: str) -> bool:
-    return text[:1] in _BRACKETS and bool(THINK_OPEN.match(text) or THINK_CLOSE.match(text))
+def _begins_with_tag(text: str, tags: tuple[str, ...]) -> bool:
+    return text.startswith(tags) or (text[:1] in _BRACKETS and bool(THINK_OPEN.match(text) or THINK_CLOSE.match(text)))
 
 
 def _remember(row: _Row, k: int, turn: Turn, masked: Masked, pieces: Pieces, marked: Marked) -> None:
     said = _said(row, k)
     reasoning, answer = (marked.find(k, name, turn.intervals) for name in ("reasoning", "answer"))
+    if (pieces.answer and not answer) or _is_changed(row, k, pieces, {"reasoning": reasoning, "answer": answer}):
+        return  # of what the template leaves out in one row it may show more in another
     names = [marked.find(k, f"name {i}", turn.intervals) for i in range(pieces.calls)]
     whole = [marked.find_call(k, i, turn.intervals) for i in range(pieces.calls)]
     calls = [(name[0], call[1]) for name, call in zip(names, whole, strict=True) if name and call]
@@ -310,7 +315,7 @@ def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> Turn:
     reasoning = spoken.get("reasoning")
     calls = [_find_call(row, k, i, marked, intervals) for i in range(pieces.calls)]
     present = sorted(span for span in (*spoken.values(), *calls) if span)
-    header_end = _find_header(row, intervals, present)
+    header_end = _find_header(row, k, intervals, present)
     empty = _find_empty(row, intervals, header_end)
     floor = max([header_end, *(span[1] for span in present), *([empty[1]] if empty else [])])
     turn = Turn(
@@ -320,11 +325,11 @@ def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> Turn:
         end=_find_end(row, intervals, floor, marked.broken),
         dropped=len(present) < len(spoken) + len(calls) or _is_shortened(row, k, pieces, spoken),
     )
+    limit = turn.end[0] if turn.end else intervals[-1][1]
     if empty and not reasoning:
-        turn = _with_empty_thought(row, turn, empty)
+        turn = _with_empty_thought(row, turn, empty, min([limit, *(start for start, _ in present)]))
     if reasoning:
-        limit = turn.end[0] if turn.end else intervals[-1][1]
-        turn = _with_thought(row, turn, reasoning, min([limit, *(s for s, _ in present if s >= reasoning[1])]))
+        turn = _with_thought(row, turn, reasoning, limit, present)
     if pieces.calls:
         turn = turn._replace(calls=_bound_calls(row, turn, spoken, [span for span in calls if span]))
     return turn
@@ -332,17 +337,31 @@ def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> Turn:
 
 def _is_shortened(row: _Row, k: int, pieces: Pieces, found: Mapping[str, Span | None]) -> bool:
     """Whether the template left something out inside a piece; one that it escapes grows, and is not dropped."""
+    return any(
+        len("".join(shown.split())) < len("".join(said.split()))
+        for said, shown in _said_and_shown(row, k, pieces, found)
+        if said != shown
+    )
+
+
+def _is_changed(row: _Row, k: int, pieces: Pieces, found: Mapping[str, Span | None]) -> bool:
+    """Whether the template shows a piece otherwise than the message says it."""
+    return any(said != shown for said, shown in _said_and_shown(row, k, pieces, found))
+
+
+def _said_and_shown(row: _Row, k: int, pieces: Pieces, found: Mapping[str, Span | None]) -> Iterator[tuple[str, str]]:
     for name, piece in (("reasoning", pieces.reasoning), ("answer", pieces.answer)):
         span = found.get(name)
         if piece and span:
-            said, shown = piece_text(row.messages[k], piece), row.trace.text[span[0] : span[1]]
-            if said != shown and len("".join(shown.split())) < len("".join(said.split())):
-                return True
-    return False
+            yield piece_text(row.messages[k], piece), row.trace.text[span[0] : span[1]]
 
 
-def _find_header(row: _Row, intervals: Sequence[Span], present: Sequence[Span]) -> int:
-    """Where the assistant's text begins: behind the role header, looked for before the first thing that it wrote."""
+def _find_header(row: _Row, k: int, intervals: Sequence[Span], present: Sequence[Span]) -> int:
+    """Where the assistant's text begins: behind the role header, looked for before the first thing that it wrote.
+
+    A turn without one begins behind what the template writes when it is asked for the reply: DeepSeek closes the texts
+    of tools there.
+    """
     text, header = row.trace.text, row.template.header(row.arguments)
     start, end = intervals[0]
     limit = present[0][0] if present else end
@@ -350,7 +369,19 @@ def _find_header(row: _Row, intervals: Sequence[Span], present: Sequence[Span]) 
     if begin and text.startswith(begin, start) and start + len(begin) <= limit:
         start += len(begin)
     at = text.find(header, start, limit)
-    return start if at < 0 else at + len(header)
+    if at >= 0:
+        return at + len(header)
+    asked = _asked_for(row, k)
+    return len(asked) if start < len(asked) <= limit and text.startswith(asked) else start
+
+
+def _asked_for(row: _Row, k: int) -> str:
+    """What stands before the reply of message k by the template's own word; '' where it does not say."""
+    tools, documents, before = row.conversation.tools, row.conversation.documents, row.messages[:k]
+    try:
+        return row.template.trace(before, tools, documents, row.arguments, add_generation_prompt=True).text
+    except RowError:  # no template needs to render half a conversation
+        return ""
 
 
 def _find_empty(row: _Row, intervals: Sequence[Span], header_end: int) -> Span | None:
@@ -375,30 +406,35 @@ def _find_end(row: _Row, intervals: Sequence[Span], floor: int, broken: Sequence
     return None if opened is None else (opened, opened)
 
 
-def _with_thought(row: _Row, turn: Turn, reasoning: Span, following: int) -> Turn:
+def _with_thought(row: _Row, turn: Turn, reasoning: Span, limit: int, present: Sequence[Span]) -> Turn:
     """The turn with the tag that opens its thought, and the end of what closes it.
 
-    That is a tag and the blanks behind it, else the next header, else the next token. `following`: where the next
-    piece begins, or the end token.
+    That is a tag and the blanks behind it, else the next header, else the next token. `limit`: where the end token
+    begins; `present`: the turn's pieces, some of which may lie before the thought.
     """
     text, header = row.trace.text, row.template.header(row.arguments)
-    opener = THINK_OPEN.search(text, turn.empty[1] if turn.empty else turn.header_end, reasoning[0])
+    before = [stop for _, stop in present if stop <= reasoning[0]]
+    following = min([limit, *(start for start, _ in present if start >= reasoning[1])])
+    floor = max([turn.empty[1] if turn.empty else turn.header_end, *before])
+    opener = THINK_OPEN.search(text, floor, reasoning[0])
+    begin = (opener.start() if opener else reasoning[0]) if before else turn.header_end
     span = opener and (opener.start(), opener.end() + text.startswith("\n", opener.end()))
     close = THINK_CLOSE.search(text, reasoning[1], following)
     at = text.find(header, reasoning[1], following) if header and close is None else -1
     end = at + len(header)
     if at < 0:
         end = _skip_blanks(text, _close_of_thought(row, reasoning[1], following), following)
-    return turn._replace(opener=span, thought_end=end)
+    return turn._replace(opener=span, thought=(begin, end))
 
 
-def _with_empty_thought(row: _Row, turn: Turn, empty: Span) -> Turn:
-    """The same of an empty think block, for those who train it (`--train-empty-think`)."""
+def _with_empty_thought(row: _Row, turn: Turn, empty: Span, limit: int) -> Turn:
+    """The same of an empty think block, for those who train it (`--train-empty-think`). `limit`: the first piece."""
     text, header = row.trace.text, row.template.header(row.arguments)
     opener = THINK_OPEN.match(text, empty[0])
     span = opener and (opener.start(), opener.end() + text.startswith("\n", opener.end()))
-    end = empty[1] + len(header) if header and text.startswith(header, empty[1]) else empty[1]
-    return turn._replace(opener=span, thought_end=end)
+    behind = empty[1] + len(header)
+    end = behind if behind <= limit and text.startswith(header, empty[1]) else empty[1]
+    return turn._replace(opener=span, thought=(turn.header_end, end))
 
 
 def _close_of_thought(row: _Row, reasoning_end: int, following: int) -> int:
@@ -446,8 +482,10 @@ def _bound_calls(row: _Row, turn: Turn, spoken: Mapping[str, Span | None], calls
     before = [span[1] for span in spoken.values() if span and span[1] <= first]
     after = [span[0] for span in spoken.values() if span and span[0] >= last]
     start = max([turn.header_end, *before, *([turn.empty[1]] if turn.empty else [])])
-    reasoning = spoken.get("reasoning")
-    if reasoning and start == reasoning[1]:
+    reasoning, header = spoken.get("reasoning"), row.template.header(row.arguments)
+    if header and (at := text.find(header, start, first)) >= 0:
+        start = at  # what stands before the call's own header closes the piece before it (gpt-oss)
+    elif reasoning and start == reasoning[1]:
         start = _close_of_thought(row, start, first)
     limit = turn.end[0] if turn.end else turn.intervals[-1][1]
     if turn.end and not row.template.control_tokens.match(text, *turn.end):
@@ -542,10 +580,11 @@ def _end_of_calls(row: _Row, k: int, calls: int, turn: Turn, marked: Marked) -> 
     if isinstance(arguments, dict) and (found := text.find(spelled, at, turn.stop)) >= 0:
         return found + len(spelled)
     shown = marked.find(k, f"arguments {calls - 1}", turn.intervals)
-    if shown:
-        return shown[1]
-    leaf = json.dumps(_last_leaf(arguments), ensure_ascii=False)
-    found = text.rfind(leaf, at, turn.stop) if arguments else -1
+    at = shown[1] if shown else at
+    last = _last_leaf(arguments)
+    leaf = json.dumps(last, ensure_ascii=False)
+    # texts bear marks wherever they are rendered, but for a last one that is blank, and where calls can bear none
+    found = text.rfind(leaf, at, turn.stop) if arguments and not (shown and isinstance(last, str)) else -1
     return found + len(leaf) if found >= 0 else at
 
 
@@ -571,7 +610,7 @@ def _types_control_tokens(conversation: Conversation, template: ChatTemplate) ->
                 # one character is found by memchr, many times as fast as the expression (measured)
                 if character in value and search(value):
                     return True
-    return any(search(text) for value in rest if value for text in strings_in(value))
+    return any(search(text) for value in rest if value for text in strings_in(value, keys=True))
 
 
 def _judge_control_tokens(row: _Row, marked: Marked, *, typed: bool) -> tuple[tuple[Span, ...], dict[str, int]]:

@@ -68,7 +68,9 @@ class ChatTemplate:
         self.as_parts = self._learn_parts()
         self._own_prompt = self._split_prompt(self._find_prompt(self.arguments))
         self.reasoning_field = self._learn_reasoning_field()
-        self.empty_thought = _empty_thought(self._learn_thought())
+        learned = self._learn_thought()
+        self.empty_thought = _empty_thought(learned)
+        self.thought_tags = tuple(tag for pair in learned for tag in pair)
         self.follows_loops, self.ending, self.late_ending = self._learn_turns()
         self.openers = self._learn_openers()
 

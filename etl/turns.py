@@ -23,15 +23,16 @@ class Turn(NamedTuple):
     """Where things lie in one assistant turn, as character positions in the row's text.
 
     `intervals`: the turn's text; `header_end`: where the assistant's text begins; `opener`: the tag that opens a
-    thought, with its newline; `thought_end`: behind what closes it, blanks or the next header included; `empty`: an
-    empty think block; `calls`: the tool calls; `end`: the end token. `dropped`: the template left out a piece.
-    `foreign`: what other messages wrote inside the turn's text.
+    thought, with its newline; `thought`: from the assistant's first text, or behind the calls that are rendered before
+    it, to behind what closes it, blanks or the next header included; `empty`: an empty think block; `calls`: the tool
+    calls; `end`: the end token. `dropped`: the template left out a piece. `foreign`: what other messages wrote inside
+    the turn's text.
     """
 
     intervals: tuple[Span, ...]
     header_end: int
     opener: Span | None = None
-    thought_end: int | None = None
+    thought: Span | None = None
     empty: Span | None = None
     calls: Span | None = None
     end: Span | None = None
@@ -71,8 +72,8 @@ def _untrained(turn: Turn, config: RunConfig) -> list[Span]:
         out.append(turn.empty)
     if turn.opener and config.no_train_think_open:
         out.append(turn.opener)
-    if turn.thought_end is not None and config.no_train_reasoning:
-        out.append((turn.header_end, turn.thought_end))
+    if turn.thought and config.no_train_reasoning:
+        out.append(turn.thought)
     if turn.calls and config.no_train_tool_calls:
         out.append(turn.calls)
     if turn.end and config.no_train_end:
@@ -171,7 +172,9 @@ def match_form(form: Form, text: str, interval: Span, said: Said) -> Masked | No
         at += len(said.answer)
     limit = end - len(form.after)
     reached = at if form.head is None else _match_calls(form, form.head, text, at, limit, said.calls)
-    if not text.startswith(form.after, limit) or (reached != limit if form.head is None else not 0 <= reached <= limit):
+    fits = reached == limit if form.head is None else 0 <= reached <= limit
+    hidden = "" if form.reasoning else said.reasoning  # may be shown where the form does not look for it
+    if not (fits and text.startswith(form.after, limit)) or (hidden and text.find(hidden, start, end) >= 0):
         return None
     anchors = (start, thought_end, at, limit)
     spans = [(anchors[i] + more, anchors[j] + beyond) for (i, more), (j, beyond) in form.spans]
@@ -202,9 +205,14 @@ def make_form(
 ) -> Form | None:
     """The form of a turn whose text is one stretch; None where forms do not fit it.
 
-    `masked`: the turn as a complete one. `calls`: from the name of each tool call to the last text found in it.
+    `masked`: the turn as a complete one. `calls`: from the name of each tool call to the last text found in it. What
+    is trained must hang on the text around the pieces alone: an edge inside a piece is another row's business.
     """
     if len(turn.intervals) != 1 or turn.foreign or (reasoning and answer and reasoning[1] > answer[0]):
+        return None
+    edges = [masked.header_end, *(edge for span in masked.spans for edge in span)]
+    pieces = [piece for piece in (reasoning, answer, *calls) if piece]
+    if any(start < edge < end for edge in edges for start, end in pieces) or intersect(pieces, [turn.empty or (0, 0)]):
         return None
     start, end = turn.intervals[0]
     first = reasoning or answer

@@ -46,7 +46,10 @@ class Lease:
             say("the store ignores conditional writes: two runs started in the same second would not see each other")
         if take_over:
             stat = self._storage.stat(self._url)  # its owner may have renewed it meanwhile
-        self._write(if_match=stat.etag if stat else None, if_none_match=stat is None)
+        try:
+            self._write(if_match=stat.etag if stat else None, if_none_match=stat is None)
+        except LeaseLost as error:
+            raise UsageError(f"{self._url}: another run began on this output a moment ago; wait for it") from error
         self._thread = threading.Thread(target=self._keep, name="etl-lease", daemon=True)
         self._thread.start()
 
@@ -81,23 +84,26 @@ class Lease:
         try:
             self._etag = self._storage.put(self._url, body, if_match=if_match, if_none_match=if_none_match)
         except WriteConflict as error:
-            raise UsageError(f"{self._url}: another run began on this output a moment ago; wait for it") from error
+            found = self._storage.get_with_stat(self._url)
+            if found is None or not self._is_ours(found[0]):
+                holder = _describe(_decode(found[0] if found else b""), self._url)
+                raise LeaseLost(f"{holder} has taken this output over") from error
+            # an earlier write of ours was stored, but its reply was lost
+            self._etag = self._storage.put(self._url, body, if_match=found[1].etag)
 
     def _keep(self) -> None:
         while not self._done.wait(self._renew_seconds):
             self._renewals += 1
             try:
                 self._write(if_match=self._etag)
-            except UsageError:
-                self.lost = self._whose()
+            except LeaseLost as error:
+                self.lost = str(error)
+                return
             except StorageError:
                 continue  # a store that is away for a moment: the next renewal comes in time
-            if self.lost is not None:
-                return
 
-    def _whose(self) -> str:
-        found = self._storage.get(self._url)
-        return f"{_describe(_decode(found or b''), self._url)} has taken this output over"
+    def _is_ours(self, body: bytes) -> bool:
+        return bool(_decode(body).get("run") == self._owner["run"])
 
     def check(self) -> None:
         """Raise LeaseLost where another run has taken the output over."""
@@ -113,7 +119,7 @@ class Lease:
             return
         with contextlib.suppress(StorageError):
             found = self._storage.get(self._url)
-            if found is not None and _decode(found).get("run") == self._owner["run"]:
+            if found is not None and self._is_ours(found):
                 self._storage.delete([self._url])
 
 

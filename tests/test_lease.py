@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etl import lease
-from etl.errors import LeaseLost, UsageError
+from etl.errors import LeaseLost, StorageError, UsageError
 from etl.lease import Lease
 from etl.storage import Storage
 
@@ -117,6 +119,32 @@ def test_take_over_takes_it_and_the_robbed_run_stops(storage: Storage, url: str)
 
 
 def test_a_lease_that_was_renewed_stays_with_its_run(storage: Storage, url: str) -> None:
+    held = Lease(storage, url, "run-1", renew_seconds=0.01)
+    held.acquire(take_over=False, say=silent)
+    while json.loads(storage.get(url) or b"")["renewals"] < 3:
+        held.check()
+    held.release()
+    assert storage.get(url) is None
+
+
+def lose_a_reply(monkeypatch: pytest.MonkeyPatch, renewals: int) -> None:
+    """The store keeps the lease of that many renewals, once, and says that it could not."""
+    put, lost = Storage.put, threading.Event()
+
+    def put_silently(storage: Storage, url: str, data: bytes, **condition: Any) -> str:
+        etag = put(storage, url, data, **condition)
+        if f'"renewals": {renewals}'.encode() in data and not lost.is_set():
+            lost.set()
+            raise StorageError("made up: no reply")
+        return etag
+
+    monkeypatch.setattr(Storage, "put", put_silently)
+
+
+def test_a_run_whose_renewal_was_stored_without_a_reply_goes_on(
+    storage: Storage, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_a_reply(monkeypatch, renewals=1)
     held = Lease(storage, url, "run-1", renew_seconds=0.01)
     held.acquire(take_over=False, say=silent)
     while json.loads(storage.get(url) or b"")["renewals"] < 3:

@@ -9,6 +9,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ _POLL_SECONDS: Final = 2.0
 
 
 class Lease:
-    """This run's hold on an output. `lost` says why it is gone, once another run has taken it."""
+    """This run's hold on an output, kept by a thread. `lost` says why it is gone, once another run has taken it."""
 
     def __init__(self, storage: Storage, url: str, run_id: str, renew_seconds: float = RENEW_SECONDS) -> None:
         self._storage = storage
@@ -38,20 +39,18 @@ class Lease:
         self.lost: str | None = None
 
     def acquire(self, *, take_over: bool, say: Callable[[str], None]) -> None:
-        """Become the owner. Raises UsageError where a live run holds the output."""
-        found = self._storage.get_with_stat(self._url)
-        stat = None if found is None else self._turn(*found, take_over=take_over, say=say)
-        self.conditional = self._storage.supports_conditions(self._url.rpartition("/")[0])
+        """Become the owner. Raises UsageError where a live run holds the output, or the lease cannot be written."""
+        try:
+            found = self._storage.get_with_stat(self._url)
+            stat = None if found is None else self._turn(*found, take_over=take_over, say=say)
+        except StorageError as error:
+            raise UsageError(str(error)) from error
+        begun: Future[None] = Future()
+        self._thread = threading.Thread(target=self._live, args=(stat, take_over, begun), name="etl-lease", daemon=True)
+        self._thread.start()
+        begun.result()
         if not self.conditional:
             say("the store ignores conditional writes: two runs started in the same second would not see each other")
-        if take_over:
-            stat = self._storage.stat(self._url)  # its owner may have renewed it meanwhile
-        try:
-            self._write(if_match=stat.etag if stat else None, if_none_match=stat is None)
-        except LeaseLost as error:
-            raise UsageError(f"{self._url}: another run began on this output a moment ago; wait for it") from error
-        self._thread = threading.Thread(target=self._keep, name="etl-lease", daemon=True)
-        self._thread.start()
 
     def _turn(self, body: bytes, stat: ObjectStat, *, take_over: bool, say: Callable[[str], None]) -> ObjectStat:
         holder = _decode(body)
@@ -76,6 +75,31 @@ class Lease:
                 raise UsageError(f"{_describe(holder, self._url)} is at work on this output; wait for it to end")
             stat = now
         return stat
+
+    def _live(self, stat: ObjectStat | None, take_over: bool, begun: Future[None]) -> None:
+        """Write, renew and remove the lease. Ctrl-C leaves a request of the main thread under way, none of these."""
+        try:
+            self._begin(stat, take_over)
+        except UsageError as error:
+            begun.set_exception(error)
+        else:
+            begun.set_result(None)
+            self._keep()
+        finally:
+            begun.cancel()  # does nothing where the waiting one has its answer
+            self._remove()
+
+    def _begin(self, stat: ObjectStat | None, take_over: bool) -> None:
+        try:
+            self.conditional = self._storage.supports_conditions(self._url.rpartition("/")[0])
+            if take_over:
+                stat = self._storage.stat(self._url)  # its owner may have renewed it meanwhile
+            if not self._done.is_set():
+                self._write(if_match=stat.etag if stat else None, if_none_match=stat is None)
+        except LeaseLost as error:
+            raise UsageError(f"{self._url}: another run began on this output a moment ago; wait for it") from error
+        except StorageError as error:
+            raise UsageError(str(error)) from error
 
     def _write(self, *, if_match: str | None = None, if_none_match: bool = False) -> None:
         body = json.dumps({**self._owner, "renewals": self._renewals}, sort_keys=True).encode()
@@ -102,6 +126,12 @@ class Lease:
             except StorageError:
                 continue  # a store that is away for a moment: the next renewal comes in time
 
+    def _remove(self) -> None:
+        with contextlib.suppress(StorageError):
+            found = self._storage.get(self._url)
+            if found is not None and self._is_ours(found):
+                self._storage.delete([self._url])
+
     def _is_ours(self, body: bytes) -> bool:
         return bool(_decode(body).get("run") == self._owner["run"])
 
@@ -115,20 +145,14 @@ class Lease:
         self._done.set()
         if self._thread is not None:
             self._thread.join()
-        if self._etag is None or self.lost is not None:
-            return
-        with contextlib.suppress(StorageError):
-            found = self._storage.get(self._url)
-            if found is not None and self._is_ours(found):
-                self._storage.delete([self._url])
 
 
 @contextlib.contextmanager
 def hold(storage: Storage, url: str, run_id: str, *, take_over: bool, say: Callable[[str], None]) -> Iterator[Lease]:
     """The lease at `url` for as long as the context lasts."""
     lease = Lease(storage, url, run_id)
-    lease.acquire(take_over=take_over, say=say)
     try:
+        lease.acquire(take_over=take_over, say=say)
         yield lease
     finally:
         lease.release()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import pytest
 
 from etl import lease
 from etl.errors import LeaseLost, StorageError, UsageError
-from etl.lease import Lease
+from etl.lease import Lease, hold
 from etl.storage import Storage
+from tests.servers import start_proxy
 
 
 def silent(_text: str) -> None:
@@ -151,3 +154,49 @@ def test_a_run_whose_renewal_was_stored_without_a_reply_goes_on(
         held.check()
     held.release()
     assert storage.get(url) is None
+
+
+def test_a_lease_that_was_stored_without_a_reply_is_refused_and_removed(
+    storage: Storage, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_a_reply(monkeypatch, renewals=0)
+    with (
+        pytest.raises(UsageError, match="no reply"),
+        hold(storage, url, "run-1", take_over=False, say=silent),
+    ):
+        pytest.fail("the run goes on without a lease")
+    assert storage.get(url) is None
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT is a KeyboardInterrupt, whatever this process inherited."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("written", ["probe-", "lease.json"])
+def test_an_interrupt_while_the_lease_is_acquired_leaves_nothing(s3: Any, bucket: str, moto: str, written: str) -> None:
+    main, left = threading.main_thread(), threading.Event()
+    interrupts = iter([signal.SIGINT])
+
+    def interrupt(method: str, path: str, _count: int) -> bool:
+        if method == "PUT" and written in path and (number := next(interrupts, None)):
+            signal.pthread_kill(main.ident or 0, number)
+            left.wait(1)  # the store is slow: whoever does not wait for its reply has left by then
+        return False
+
+    with start_proxy(moto) as proxy:
+        proxy.refusals, proxy.refuse_when = -1, interrupt
+        storage = Storage(endpoint_url=proxy.endpoint_url)
+        with (
+            pytest.raises(KeyboardInterrupt),
+            hold(storage, f"s3://{bucket}/tokens/__etl/lease.json", "run-1", take_over=False, say=silent),
+        ):
+            pytest.fail("nobody was interrupted")
+        left.set()
+        while proxy.in_flight:
+            pass
+    assert "Contents" not in s3.list_objects_v2(Bucket=bucket)

@@ -20,6 +20,9 @@ RENEW_SECONDS: Final = 15.0
 EXPIRE_SECONDS: Final = 60.0
 """A lease on another machine that was not renewed for this long, by the store's clock, has no owner."""
 
+RELEASE_SECONDS: Final = 5.0
+"""How long the end of a run waits for a store that does not answer."""
+
 _POLL_SECONDS: Final = 2.0
 
 
@@ -33,6 +36,7 @@ class Lease:
         self._etag: str | None = None
         self._renewals = 0
         self._done = threading.Event()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._owner = _owner(run_id)
         self.conditional = True
@@ -88,6 +92,7 @@ class Lease:
         finally:
             begun.cancel()  # does nothing where the waiting one has its answer
             self._remove()
+            self._ended.set()
 
     def _begin(self, stat: ObjectStat | None, take_over: bool) -> None:
         try:
@@ -140,11 +145,16 @@ class Lease:
         if self.lost is not None:
             raise LeaseLost(f"{self.lost}; this run stops, what it wrote stays")
 
-    def release(self) -> None:
-        """Give the output free, unless another run holds it by now."""
+    def release(self) -> bool:
+        """Give the output free, unless another run holds it by now. False where the store does not answer in time."""
         self._done.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is None:
+            return True
+        try:
+            return self._ended.wait(RELEASE_SECONDS)  # an interrupted join takes the thread for ended (bpo-45274)
+        except KeyboardInterrupt:  # a second one: it comes late instead of never
+            self._ended.wait(RELEASE_SECONDS)
+            raise
 
 
 @contextlib.contextmanager
@@ -155,7 +165,8 @@ def hold(storage: Storage, url: str, run_id: str, *, take_over: bool, say: Calla
         lease.acquire(take_over=take_over, say=say)
         yield lease
     finally:
-        lease.release()
+        if not lease.release():
+            say(f"{url} stays behind, for the store does not answer; it lapses after {EXPIRE_SECONDS:.0f} s")
 
 
 def _owner(run_id: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -177,10 +178,12 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("written", ["probe-", "lease.json"])
-def test_an_interrupt_while_the_lease_is_acquired_leaves_nothing(s3: Any, bucket: str, moto: str, written: str) -> None:
+@pytest.mark.parametrize(("written", "times"), [("probe-", 1), ("probe-", 2), ("lease.json", 1)])
+def test_an_interrupt_or_two_while_the_lease_is_acquired_leave_nothing(
+    s3: Any, bucket: str, moto: str, written: str, times: int
+) -> None:
     main, left = threading.main_thread(), threading.Event()
-    interrupts = iter([signal.SIGINT])
+    interrupts = iter([signal.SIGINT] * times)
 
     def interrupt(method: str, path: str, _count: int) -> bool:
         if method == "PUT" and written in path and (number := next(interrupts, None)):
@@ -200,3 +203,27 @@ def test_an_interrupt_while_the_lease_is_acquired_leaves_nothing(s3: Any, bucket
         while proxy.in_flight:
             pass
     assert "Contents" not in s3.list_objects_v2(Bucket=bucket)
+
+
+def test_the_end_of_a_run_waits_a_few_seconds_for_a_silent_store_and_says_so(
+    storage: Storage, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, renewing, answer = Storage.put, threading.Event(), threading.Event()
+    said: list[str] = []
+
+    def hang(storage: Storage, url: str, data: bytes, **condition: Any) -> str:
+        if b'"renewals": 1' in data:
+            renewing.set()
+            answer.wait(10)
+        return put(storage, url, data, **condition)
+
+    monkeypatch.setattr(Storage, "put", hang)
+    monkeypatch.setattr(lease, "Lease", functools.partial(Lease, renew_seconds=0.01))
+    monkeypatch.setattr(lease, "RELEASE_SECONDS", 0.01)
+    with hold(storage, url, "run-1", take_over=False, say=said.append) as held:
+        assert renewing.wait(10)
+    assert said == [f"{url} stays behind, for the store does not answer; it lapses after 60 s"]
+    answer.set()
+    monkeypatch.setattr(lease, "RELEASE_SECONDS", 10)
+    assert held.release()
+    assert storage.get(url) is None

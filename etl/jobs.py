@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from etl import cluster, ledger
 from etl.config import RunConfig
-from etl.errors import LeaseLost
+from etl.errors import EtlError, StorageError, UsageError
 from etl.lease import Lease, hold
 from etl.ledger import Places
 from etl.pages import html_table
@@ -161,24 +162,24 @@ def _hold_and_run(seen: Survey, watcher: Watcher, warm: Path | None) -> RunResul
     with hold(seen.storage, seen.places.lease, run_id, take_over=seen.config.take_over, say=watcher.say) as lease:
         # Another run may have worked here between the look and the lease.
         books = Books(_look_again(seen))
-        books.open()
-        try:
+        with books.ending():
+            books.open()
             _run_partitions(books, watcher, lease, run_id, warm)
-        except KeyboardInterrupt:
-            books.stop(130, "interrupted; the same command goes on from here")
-        except LeaseLost as error:
-            books.stop(1, str(error))
-            return books.close()
         result = books.close()
-        ledger.write_run(seen.storage, seen.places, run_id, result.as_dict())
-    return result
+        if lease.lost is None:
+            with books.ending():
+                ledger.write_run(seen.storage, seen.places, run_id, result.as_dict())
+    return books.total()
 
 
 def _look_again(seen: Survey) -> Survey:
     """The survey as it is now that no other run can change it."""
-    plan = ledger.read_plan(seen.storage, seen.places)
-    if plan == seen.before:
-        return dataclasses.replace(seen, receipts=ledger.read_receipts(seen.storage, seen.places, seen.plan))
+    try:
+        plan = ledger.read_plan(seen.storage, seen.places)
+        if plan == seen.before:
+            return dataclasses.replace(seen, receipts=ledger.read_receipts(seen.storage, seen.places, seen.plan))
+    except StorageError as error:
+        raise UsageError(str(error)) from error
     return survey(seen.config)
 
 
@@ -260,20 +261,36 @@ class Books:
         self.failed[partition.stem] = f"{partition.stem} ({partition.ranges[0].url}): {type(error).__name__}: {error}"
 
     def stop(self, exit_code: int, error: str) -> None:
-        """End the run early."""
-        self.stopped = (exit_code, error)
+        """End the run early; what ended it first is what it says."""
+        self.stopped = self.stopped or (exit_code, error)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """An interrupt, or a failure such as a refused write, ends the run with its totals instead of without."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.stop(130, "interrupted; the same command goes on from here")
+        except UsageError:
+            raise
+        except EtlError as error:
+            self.stop(1, str(error))
 
     def close(self) -> RunResult:
         """Judge the run; write SUCCESS if all is done and within the limits."""
-        result = self._totals()
-        result.exit_code, result.error = self._verdict()
         if not self.stopped and (self.seen.todo or self.seen.changed or not self.seen.finished):
-            storage, plan = self.seen.storage, self.seen.plan
-            # also of a run that ends with 1: its rejects are what is looked at next
-            ledger.number_rejects(storage, self.places, plan, self.receipts)
-            if result.exit_code == 0:
-                ledger.write_success(storage, self.places, plan, result.as_dict() | {"counts": self._counts()})
-        return result
+            with self.ending():
+                self._write_verdict()
+        return self.total()
+
+    def _write_verdict(self) -> None:
+        storage, plan, result = self.seen.storage, self.seen.plan, self.total()
+        if result.error:
+            self.stop(result.exit_code, result.error)
+        # also of a run that ends with 1: its rejects are what is looked at next
+        ledger.number_rejects(storage, self.places, plan, self.receipts)
+        if result.exit_code == 0:
+            ledger.write_success(storage, self.places, plan, result.as_dict() | {"counts": self._counts()})
 
     def _verdict(self) -> tuple[int, str | None]:
         if self.stopped:
@@ -305,7 +322,9 @@ class Books:
             counts.update(receipt["counts"])
         return dict(sorted(counts.items()))
 
-    def _totals(self) -> RunResult:
+    def total(self) -> RunResult:
+        """The totals of OUTPUT, and how the run ends."""
+        exit_code, error = self._verdict()
         receipts = list(self.receipts.values())
         reasons: Counter[str] = Counter()
         for receipt in receipts:
@@ -325,6 +344,8 @@ class Books:
             retries=self.retries,
             dashboard=self.dashboard,
             output=str(self.seen.config.output),
+            exit_code=exit_code,
+            error=error,
         )
 
 

@@ -16,7 +16,7 @@ from distributed import Client
 
 from etl import jobs
 from etl.config import RunConfig
-from etl.errors import UsageError
+from etl.errors import StorageError, UsageError
 from etl.schema import COLUMNS, SCHEMA
 from etl.storage import Storage
 from etl.surveys import Survey, survey
@@ -203,6 +203,72 @@ def test_a_partition_that_fails_leaves_the_others_done(s3: Any, bucket: str, run
     assert (result.exit_code, result.partitions_failed, result.rows) == (1, 1, 9)
     assert "1.jsonl changed since it was listed" in str(result.error)
     assert "__etl/SUCCESS" not in stored(result.output).objects
+
+
+def fail_to_put(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> None:
+    """Where this process writes an object whose URL holds `name`, the error comes instead."""
+    put = Storage.put
+
+    def fail(storage: Storage, url: str, data: bytes, **condition: Any) -> str:
+        if name in url:
+            raise error
+        return put(storage, url, data, **condition)
+
+    monkeypatch.setattr(Storage, "put", fail)
+
+
+@pytest.mark.parametrize(("written", "rows"), [("plan.json", 0), ("SUCCESS", 3), ("/runs/", 3)])
+@pytest.mark.parametrize(("error", "ends"), [(StorageError("made up: denied"), 1), (KeyboardInterrupt(), 130)])
+def test_a_refused_or_interrupted_write_ends_the_run_with_what_is_known(
+    s3: Any, bucket: str, run: Any, monkeypatch: Any, written: str, rows: int, error: BaseException, ends: int
+) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    fail_to_put(monkeypatch, written, error)
+    result = run()
+    assert (result.exit_code, result.rows, result.partitions) == (ends, rows, 1)
+    assert result.error == (str(error) or "interrupted; the same command goes on from here")
+    assert not any("lease" in name or "probe" in name for name in stored(result.output).objects)
+
+
+def test_a_refused_write_at_the_end_does_not_hide_why_the_run_failed(
+    s3: Any, bucket: str, run: Any, monkeypatch: Any
+) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(9)) + TORN})
+    fail_to_put(monkeypatch, "/runs/", StorageError("made up: denied"))
+    result = run()
+    assert (result.exit_code, result.rows) == (1, 9)
+    assert "1 of 10 candidates were rejected" in str(result.error)
+
+
+@pytest.mark.parametrize("written", ["probe-", "lease.json"])
+def test_a_run_whose_first_write_is_refused_does_not_begin(
+    s3: Any, bucket: str, run: Any, monkeypatch: Any, written: str
+) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    fail_to_put(monkeypatch, written, StorageError("made up: denied"))
+    with pytest.raises(UsageError, match="made up: denied"):
+        run()
+    assert stored(f"s3://{bucket}/tokens/").objects == {}
+
+
+def test_a_run_that_cannot_look_again_under_its_lease_does_not_begin(
+    s3: Any, bucket: str, run: Any, monkeypatch: Any
+) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    surveyed = survey
+
+    def refused_afterwards(options: Any) -> Survey:
+        seen = surveyed(options)
+        monkeypatch.setattr("etl.ledger.read_plan", refuse)
+        return seen
+
+    def refuse(*_: Any) -> None:
+        raise StorageError("made up: denied")
+
+    monkeypatch.setattr("etl.jobs.survey", refused_afterwards)
+    with pytest.raises(UsageError, match="made up: denied"):
+        run()
+    assert stored(f"s3://{bucket}/tokens/").objects == {}
 
 
 def test_new_objects_are_appended_and_old_parts_never_move(s3: Any, bucket: str, run: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from etl.config import RunConfig
 from etl.errors import UsageError
 from etl.terminal import GROUPS, main, parse_run, run_parser
 from tests.jobs import QWEN36, jsonl, small_rows, upload
+from tests.servers import Proxy, start_proxy
 
 
 def words(bucket: str, *more: str, tokenizer: str = QWEN36) -> list[str]:
@@ -136,6 +138,34 @@ def test_wrong_usage_ends_with_2(argv: list[str], capsys: Any) -> None:
 def test_debug_shows_the_traceback_of_a_refusal(filled: str, capsys: Any) -> None:
     assert main(words(filled, "--turns", "some", "--debug")) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.fixture
+def denied(moto: str) -> Iterator[Proxy]:
+    """A way to the server on which every write is refused."""
+    with start_proxy(moto) as proxy:
+        proxy.refusals, proxy.refusal = -1, (403, "AccessDenied", "made up")
+        proxy.refuse_when = lambda method, _path, _count: method == "PUT"
+        yield proxy
+
+
+def test_an_output_that_may_not_be_written_is_refused(s3: Any, filled: str, denied: Proxy, capsys: Any) -> None:
+    said = refusal(capsys, words(filled, "--quiet", "--json", "--endpoint-url", denied.endpoint_url))
+    assert "cannot write" in said
+    assert "access denied" in said
+    assert keys(s3, filled) == ["completions/a.jsonl"]
+
+
+def test_a_write_that_is_refused_later_ends_with_1_and_its_line_of_json(
+    filled: str, denied: Proxy, capsys: Any
+) -> None:
+    denied.refuse_when = lambda method, path, _count: method == "PUT" and "plan.json" in path
+    assert main(words(filled, "--quiet", "--json", "--endpoint-url", denied.endpoint_url)) == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])
+    assert (found["exit_code"], found["rows"], found["partitions"]) == (1, 0, 1)
+    assert said.err == f"etl: {found['error']}\n"
+    assert "access denied" in found["error"]
 
 
 def test_inputs_come_before_the_output_and_options_stand_anywhere() -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code of the contract: 0, 1, 2 or 130."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
-    with _terminated_as_interrupt():
+    with _interruptible():
         try:
             return _dispatch(words)
         except EtlError as error:
@@ -78,17 +79,32 @@ def _explain(error: EtlError, *, debug: bool) -> None:
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends a command the way Ctrl-C does: exit 130, resumable."""
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends a command the way Ctrl-C does: exit 130, resumable.
+
+    Python drops what is raised in a finaliser, an interrupt too, which then comes again.
+    """
 
     def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def again(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.exc_type is KeyboardInterrupt:
+            threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            hook(dropped)
+
+    before, hook = signal.signal(signal.SIGTERM, interrupt), sys.unraisablehook
+    sys.unraisablehook = again
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.signal(signal.SIGTERM, before)
+
+
+_AGAIN_SECONDS: Final = 0.1
+"""By then the finaliser is over."""
 
 
 # --- commands ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from etl.config import RunConfig
 from etl.errors import UsageError
-from etl.terminal import GROUPS, main, parse_run, run_parser
+from etl.terminal import COMMANDS, GROUPS, main, parse_run, run_parser
 from tests.jobs import QWEN36, jsonl, small_rows, upload
 from tests.servers import Proxy, start_proxy
 
@@ -231,3 +233,27 @@ def test_plan_names_the_partition_size_that_gives_every_worker_four(s3: Any, buc
     said = capsys.readouterr().out
     assert "WARNING" not in said
     assert float(said.splitlines()[2].split()[0]) >= 4
+
+
+class Late:
+    """Is interrupted while it is being finalised."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_python_drops_in_a_finaliser_comes_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(_words: list[str]) -> int:
+        Late()
+        threading.Event().wait(10)
+        return 0
+
+    monkeypatch.setitem(COMMANDS, "plan", command)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["plan"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "etl: interrupted; the same command goes on from here\n"

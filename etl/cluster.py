@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -369,6 +369,7 @@ def ask_beforehand() -> None:
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
     """What is started inside ignores Ctrl-C, which a terminal sends to all processes: the client ends the others."""
+    resource_tracker.ensure_running()  # the forkserver starts it first, and starting it lets SIGINT through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited; ours comes late instead of never
     try:
         yield

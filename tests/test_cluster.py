@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -23,7 +25,7 @@ from etl.errors import UsageError
 from etl.pipeline import PackedKit
 from etl.records import ObjectRange, Partition, TokenizerSpec
 from etl.watcher import Watcher
-from tests.jobs import config, etl, jsonl, small_rows, stored, upload, workers
+from tests.jobs import ROOT, config, etl, jsonl, small_rows, stored, upload, workers
 
 
 class Counting(SchedulerPlugin):
@@ -180,8 +182,6 @@ def children(of: str) -> list[str]:
 
 def start(words: list[str], mark: str, **more: Any) -> subprocess.Popen[str]:
     """The command line begun, its processes marked."""
-    import sys
-
     return subprocess.Popen(
         [sys.executable, "-m", "etl", *words],
         stdout=subprocess.PIPE,
@@ -210,8 +210,6 @@ def test_a_run_by_command_line_says_what_it_should_and_leaves_no_process(s3: Any
 
 
 def test_an_interrupt_ends_a_run_with_130_and_the_same_options_finish_it(s3: Any, bucket: str, client: Client) -> None:
-    import signal
-
     upload(s3, bucket, {f"{i:03}.jsonl": jsonl(small_rows(3, f"{i:03}-")) for i in range(24)})
     words = [
         *("run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6", "--json"),
@@ -250,8 +248,6 @@ def left_after(mark: str, seconds: float) -> list[str]:
 
 
 def test_ctrl_c_at_the_very_start_is_heard_by_the_command_alone(s3: Any, bucket: str) -> None:
-    import signal
-
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
     words = ["run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6"]
     started = start(words, bucket, start_new_session=True)
@@ -262,6 +258,22 @@ def test_ctrl_c_at_the_very_start_is_heard_by_the_command_alone(s3: Any, bucket:
     assert started.returncode == 130, err
     assert "Traceback" not in err
     assert left_after(bucket, 20) == []
+
+
+def test_workers_and_the_process_that_they_are_forked_from_do_not_hear_ctrl_c() -> None:
+    # In a process of its own: here an earlier test has started multiprocessing's resource tracker.
+    code = (
+        "import os\n"
+        "from tests.jobs import workers\n"
+        "with workers(1) as client:\n"
+        "    for pid in (*client.run(os.getppid).values(), *client.run(os.getpid).values()):\n"
+        "        print(open(f'/proc/{pid}/status').read())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    blocked = [int(mask, 16) for mask in re.findall(r"^SigBlk:\s*(\w+)$", done.stdout, re.MULTILINE)]
+    assert [mask >> (signal.SIGINT - 1) & 1 for mask in blocked] == [1, 1]
 
 
 def test_a_run_that_cannot_begin_leaves_no_process(bucket: str) -> None:

@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from itertools import islice
 from multiprocessing import forkserver, resource_tracker
@@ -43,6 +44,7 @@ from distributed import (
     performance_report,
     secede,
 )
+from distributed.client import ClosedClientError
 from distributed.metrics import context_meter
 from distributed.security import Security
 from distributed.system import MEMORY_LIMIT
@@ -103,6 +105,9 @@ def pace(workers: int) -> dict[str, str]:
 
 _WRITING: Final = threading.BoundedSemaphore(2)
 """Partitions that a worker may be writing while it works on the next one: a slow store must not pile them up."""
+
+LAST_REQUESTS_SECONDS: Final = 10.0
+"""How long a run that is over waits for the store to answer what its workers have sent."""
 
 ENDED: Final = "ETL_ENDED"
 """The variable that tells a worker which variables its forkserver has and the client no longer, `=` between."""
@@ -387,6 +392,7 @@ def connect(config: RunConfig, packed: PackedKit, warm: Path | None = None) -> I
     with dask.config.set({**SETTINGS, **pace(worker_count(config))}), contextlib.ExitStack() as stack:
         if config.scheduler is not None:
             client = stack.enter_context(_remote_client(config.scheduler))
+            stack.enter_context(_as_guest(client, config.scheduler, packed.name))
         else:
             path = warm or stack.enter_context(begun(config))
             if path is not None:
@@ -403,6 +409,32 @@ def _remote_client(url: str) -> Client:
         return Client(url, timeout=5)
     except (OSError, ValueError) as error:
         raise UsageError(f"--scheduler {url}: no Dask scheduler answers there ({type(error).__name__})") from error
+
+
+@contextlib.contextmanager
+def _as_guest(client: Client, url: str, kit_name: str) -> Iterator[None]:
+    """Leave a cluster that goes on without this run as it was found, and say so where it is the cluster that ends.
+
+    Running tasks do not end with their client: what keeps them from writing once the lease is gone is that every
+    worker takes the kit out of use before this returns. What remains is a worker that the scheduler does not reach,
+    and in each worker the two requests that the store may leave unanswered for LAST_REQUESTS_SECONDS.
+    """
+    try:
+        yield
+    except (CancelledError, ClosedClientError, OSError) as error:
+        if isinstance(error, OSError) and client.status == "running":
+            raise
+        raise EtlError(f"--scheduler {url}: the scheduler is gone; the same command goes on from here") from error
+    finally:
+        # Nothing to remove where the run ended before `ship`, and nobody to ask where the scheduler is gone.
+        with contextlib.suppress(ValueError, OSError):
+            if client.status == "running":
+                client.sync(_unship, client, kit_name, callback_timeout=LAST_REQUESTS_SECONDS + 5)
+
+
+async def _unship(client: Client, kit_name: str) -> None:
+    # client.unregister_worker_plugin knows no time limit
+    await client.scheduler.unregister_worker_plugin(name=kit_name)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from dask.system import cpu_count
 from distributed import Client, LocalCluster, SchedulerPlugin
 
 from etl import cluster, jobs
-from etl.errors import UsageError
+from etl.errors import EtlError, UsageError
 from etl.pipeline import PackedKit
 from etl.records import ObjectRange, Partition, TokenizerSpec
 from etl.watcher import Watcher
@@ -207,6 +207,66 @@ def test_a_run_by_command_line_says_what_it_should_and_leaves_no_process(s3: Any
     )
     assert [line for line in said if not re.fullmatch(expected, line)] == []
     assert '"rows": 20' in done.stdout.splitlines()[-1]
+
+
+def kits(dask_scheduler: Any) -> set[str]:
+    """The kits that the scheduler gives to every worker that joins."""
+    return {name for name in dask_scheduler.worker_plugins if name.startswith("etl-")}
+
+
+def worker_kits(dask_worker: Any) -> set[str]:
+    """The kits that a worker has."""
+    return {name for name in dask_worker.plugins if name.startswith("etl-")}
+
+
+class Interrupted(Watcher):
+    """Somebody who presses Ctrl-C when the first partition is done."""
+
+    def advance(self, _receipt: Any) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("watcher", "exit_code"), [(Watcher(), 0), (Interrupted(), 130)])
+def test_a_run_takes_its_kit_away_from_a_cluster_however_it_ends_but_not_a_frame_s(
+    s3: Any, bucket: str, client: Client, watcher: Watcher, exit_code: int
+) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(3, f"{i}-")) for i in range(6)})
+    options = config(bucket, scheduler=client.scheduler.address, partition_bytes=500)
+    before = client.run_on_scheduler(kits)
+    frame = jobs.frame(options)
+    with_frame = client.run_on_scheduler(kits)
+    assert jobs.run(options, watcher).exit_code == exit_code
+    assert client.run_on_scheduler(kits) == with_frame > before
+    assert all(found == with_frame for found in client.run(worker_kits).values())
+    assert len(client.compute(frame).result()) == 18
+
+
+SCHEDULER = """
+from distributed import LocalCluster
+options = {"protocol": "tcp://", "host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "silence_logs": 50}
+with LocalCluster(n_workers=1, processes=False, **options) as cluster:
+    print(cluster.scheduler_address, flush=True)
+    input()
+"""
+
+
+def test_a_scheduler_that_dies_in_the_middle_is_one_line_and_the_same_options_go_on(
+    s3: Any, bucket: str, client: Client
+) -> None:
+    upload(s3, bucket, {f"{i:02}.jsonl": jsonl(small_rows(3, f"{i:02}-")) for i in range(24)})
+    with subprocess.Popen([sys.executable, "-c", SCHEDULER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as remote:
+        assert remote.stdout is not None
+        address = remote.stdout.readline().decode().strip()
+
+        class Killer(Watcher):
+            def advance(self, _receipt: Any) -> None:
+                remote.kill()
+
+        with pytest.raises(EtlError, match=f"--scheduler {address}: the scheduler is gone; the same command"):
+            jobs.run(config(bucket, scheduler=address, partition_bytes=500), Killer())
+    done = jobs.run(config(bucket, scheduler=client.scheduler.address, partition_bytes=500))
+    assert (done.exit_code, done.rows) == (0, 72)
+    assert done.partitions_done_before >= 1
 
 
 def test_an_interrupt_ends_a_run_with_130_and_the_same_options_finish_it(s3: Any, bucket: str, client: Client) -> None:

@@ -7,6 +7,7 @@ Tasks carry a `Partition` and the name of the worker's kit, nothing else: no con
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -55,7 +56,7 @@ from etl import ledger
 from etl.config import RunConfig
 from etl.errors import EtlError, UsageError
 from etl.lines import Batch
-from etl.pipeline import KeptKit, Kit, Outcome, PackedKit, settle, transform
+from etl.pipeline import Gate, KeptKit, Kit, Outcome, PackedKit, settle, transform
 from etl.records import Partition, TokenizerSpec
 from etl.schema import empty_frame, output_schema
 
@@ -160,7 +161,14 @@ class KitPlugin(WorkerPlugin):
             os.environ.pop(name, None)
         settle()
         if self._packed is not None:
-            self.kit, self._packed = self._packed.build(), None
+            # A process may be several workers, of which one goes and the others stay: a gate for each.
+            self.kit, self._packed = dataclasses.replace(self._packed.build(), gate=Gate()), None
+
+    async def teardown(self, worker: object) -> None:
+        """The run is over, or the worker is: begin no more requests that write, and see those sent to their end."""
+        del worker
+        if self.kit is not None:
+            await asyncio.to_thread(self.kit.gate.shut, LAST_REQUESTS_SECONDS)
 
 
 class StageClock:
@@ -190,7 +198,7 @@ class OpenPartition:
         kit = _kit(kit_name)
         # A storage of its own counts this partition's retries alone; the connections are the process's anyway.
         self.kit = dataclasses.replace(kit, storage=dataclasses.replace(kit.storage))
-        self.task = ledger.Task(str(kit.config.output), kit.fingerprint, partition, time.perf_counter())
+        self.task = ledger.Task(str(kit.config.output), kit.fingerprint, partition, time.perf_counter(), kit.gate)
         self.begun: Iterator[Batch] | None = self.kit.read(partition)
 
     def batches(self) -> Iterator[Batch]:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from etl.config import RunConfig
 from etl.errors import StorageError, UsageError
-from etl.pipeline import Outcome
+from etl.pipeline import Gate, Outcome
 from etl.records import ObjectRange, Partition, Reject
 from etl.storage import Storage, canonical_url
 from etl.tables import serialize
@@ -107,12 +107,13 @@ class StageSeconds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One partition's work: where it goes, and what stood on the clock (perf_counter) before it."""
+    """One partition's work: where it goes, what stood on the clock (perf_counter) before it, its run's way there."""
 
     output: str
     fingerprint: str
     partition: Partition
     started: float
+    gate: Gate = field(default_factory=Gate)
 
 
 class Part(NamedTuple):
@@ -131,16 +132,21 @@ def make_part(table: pa.Table, clock: StageSeconds) -> Part:
 def write_partition(storage: Storage, task: Task, outcome: Outcome, part: Part, clock: StageSeconds) -> dict[str, Any]:
     """Write rejects, part and receipt, each one PUT; return the receipt. A partition without rows writes no part.
 
-    `storage` is this partition's own: its retries become the receipt's.
+    `storage` is this partition's own: its retries become the receipt's. Raises EtlError where the run has ended.
     """
     places, stem = Places(canonical_url(task.output)), task.partition.stem
+
+    def put(url: str, body: bytes) -> None:
+        with task.gate:
+            storage.put(url, body)
+
     with clock("write"):
         if outcome.rejects:
-            storage.put(places.rejects(stem), encode_rejects(outcome.rejects, task.partition))
+            put(places.rejects(stem), encode_rejects(outcome.rejects, task.partition))
         if part.body is not None:
-            storage.put(places.part(stem), part.body)
+            put(places.part(stem), part.body)
     receipt = _lasting(task, outcome, part) | {"run": _passing(storage, task, clock)}
-    storage.put(places.receipt(stem), encode_json(receipt))
+    put(places.receipt(stem), encode_json(receipt))
     return receipt
 
 

@@ -26,7 +26,7 @@ from etl.config import RunConfig
 from etl.conversation import parse
 from etl.encoding import Encoder, TokenIds
 from etl.engines import CACHE_BYTES
-from etl.errors import RowError
+from etl.errors import EtlError, RowError
 from etl.fingerprint import digest, settings
 from etl.lines import Batch, read_batches
 from etl.records import Conversation, Encoded, Line, Partition, Reject, Rendered, TokenizerSpec
@@ -43,6 +43,32 @@ Timed: TypeAlias = Callable[[str], AbstractContextManager[None]]
 EXPECTED_WORKERS: Final = 8
 
 
+class Gate:
+    """A run's way into its output: each request that writes goes through, and none once the run is over."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._shut = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._shut:
+                raise EtlError("the run that this partition belongs to is over; nothing more is written of it")
+            self._inside += 1
+
+    def __exit__(self, *_error: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def shut(self, seconds: float) -> bool:
+        """Let nothing more in, and wait so long for what is inside; False where something still is."""
+        with self._changed:
+            self._shut = True
+            return self._changed.wait_for(lambda: self._inside == 0, timeout=seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class Kit:
     """What the stages need, built once in each worker.
@@ -57,6 +83,7 @@ class Kit:
     template: ChatTemplate
     encoder: Encoder
     lock: threading.Lock = field(default_factory=threading.Lock)
+    gate: Gate = field(default_factory=Gate)
 
     def read(self, partition: Partition) -> Iterator[Batch]:
         """Begin to fetch the partition's objects; the batches come in order."""

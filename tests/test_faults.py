@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,8 +19,11 @@ from distributed import LocalCluster
 from etl import jobs
 from etl import storage as storage_module
 from etl.cluster import SETTINGS, pace
+from etl.errors import EtlError
 from etl.ledger import Places
+from etl.pipeline import Gate
 from etl.tables import serialize
+from etl.watcher import Watcher
 from tests.jobs import QWEN36, ROOT, config, etl, jsonl, small_rows, stored, upload
 from tests.servers import Proxy, start_proxy
 from tests.test_cluster import children
@@ -33,16 +38,23 @@ def proxy(moto: str) -> Iterator[Proxy]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def nearby() -> Iterator[str]:
-    """The address of a cluster of two workers in this process, so that a test can reach what they do."""
+@contextlib.contextmanager
+def near(workers: int) -> Iterator[str]:
+    """The address of a cluster of workers in this process, so that a test can reach what they do."""
     with (
-        dask.config.set({**SETTINGS, **pace(2)}),
+        dask.config.set({**SETTINGS, **pace(workers)}),
         LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50
+            n_workers=workers, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50
         ) as cluster,
     ):
         yield cluster.scheduler_address
+
+
+@pytest.fixture(scope="module")
+def nearby() -> Iterator[str]:
+    """The address of a cluster of two workers in this process."""
+    with near(2) as address:
+        yield address
 
 
 @pytest.fixture
@@ -179,6 +191,59 @@ def clear(s3: Any, bucket: str) -> None:
     """Delete the output of the command."""
     for entry in s3.list_objects_v2(Bucket=bucket, Prefix="tokens/").get("Contents", ()):
         s3.delete_object(Bucket=bucket, Key=entry["Key"])
+
+
+# ----------------------------------------------------------------------------- a run that ends while its tasks go on
+
+
+def test_an_interrupted_run_writes_nothing_on_a_running_cluster_once_its_lease_is_gone(
+    s3: Any, bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(s3, bucket, 6)
+    sent, answered = threading.Event(), threading.Event()
+    parts: list[str] = []
+
+    def hold(method: str, path: str, _count: int) -> bool:
+        if method == "PUT" and ".parquet" in path:
+            parts.append(path)
+            if path != parts[0]:
+                sent.set()
+                answered.wait(60)
+        return False
+
+    def shut(gate: Gate, seconds: float) -> bool:
+        inside = not shut_at_once(gate, 0)
+        if inside:
+            answered.set()
+        return shut_at_once(gate, seconds)
+
+    class Impatient(Watcher):
+        def advance(self, _receipt: Any) -> None:
+            assert sent.wait(60)
+            raise KeyboardInterrupt
+
+    shut_at_once = Gate.shut
+    monkeypatch.setattr(Gate, "shut", shut)
+    proxy.refusals, proxy.refuse_when = -1, hold
+    with near(1) as address:
+        options = config(bucket, scheduler=address, endpoint_url=proxy.endpoint_url, partition_bytes=600)
+        assert jobs.run(options, Impatient()).exit_code == 130
+        at_its_end = stored(f"s3://{bucket}/tokens")
+        answered.set()
+    # A worker that has closed has seen its threads to their end.
+    assert stored(f"s3://{bucket}/tokens") == at_its_end
+    assert "__etl/lease.json" not in at_its_end.objects
+    assert len(at_its_end.receipts) == 1
+    assert len(at_its_end.parts) in {2, 3}  # the one or two requests that were under way have been waited for
+
+
+def test_a_gate_that_is_shut_lets_nothing_in_and_is_not_kept_waiting_for_ever() -> None:
+    gate = Gate()
+    with gate:
+        assert not gate.shut(0)
+    assert gate.shut(60)
+    with pytest.raises(EtlError, match="is over"), gate:
+        pass
 
 
 # --------------------------------------------------------------------------------------------- a store in difficulty

@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from itertools import islice
 from multiprocessing import forkserver, resource_tracker
@@ -461,22 +461,39 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def _local_cluster(config: RunConfig) -> LocalCluster:
     workers = worker_count(config)
+    start = functools.partial(
+        LocalCluster,
+        n_workers=workers,
+        threads_per_worker=1,
+        processes=True,
+        host="127.0.0.1",
+        # Without a dashboard the scheduler still serves its health page: on loopback, where no port can be taken.
+        dashboard_address=LOOPBACK if config.no_dashboard else _free_address(config.dashboard_address),
+        scheduler_kwargs={"dashboard": not config.no_dashboard},
+        memory_limit=memory_limit(config, workers),
+        security=Security.temporary() if config.tls else None,
+        env=_worker_environment(),
+        silence_logs=50,
+    )
     try:
-        return LocalCluster(
-            n_workers=workers,
-            threads_per_worker=1,
-            processes=True,
-            host="127.0.0.1",
-            # Without a dashboard the scheduler still serves its health page: on loopback, where no port can be taken.
-            dashboard_address=LOOPBACK if config.no_dashboard else _free_address(config.dashboard_address),
-            scheduler_kwargs={"dashboard": not config.no_dashboard},
-            memory_limit=memory_limit(config, workers),
-            security=Security.temporary() if config.tls else None,
-            env=_worker_environment(),
-            silence_logs=50,
-        )
+        return _uninterrupted(start)
     except RuntimeError as error:
         raise EtlError(f"{workers} worker processes did not start ({error}); try fewer --workers") from error
+
+
+def _uninterrupted(start: Callable[[], LocalCluster]) -> LocalCluster:
+    """The cluster, begun in a thread, where no interrupt comes: one that has half begun cannot be closed.
+
+    An interrupt meanwhile is raised when the cluster has begun and is closed again.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start)
+        try:
+            return starting.result()
+        except KeyboardInterrupt:
+            with contextlib.suppress(RuntimeError):  # it did not start: nothing to close
+                starting.result().close()
+            raise
 
 
 _SEEN: Final[set[str]] = set()

@@ -75,6 +75,7 @@ class Kit:
 
     `lock` is held by whoever transforms: a template and an encoder serve one partition at a time, also where a
     cluster's workers have several threads. Where no core is free for it, who compresses a part holds it too.
+    `gate` is passed by each request that writes.
     """
 
     config: RunConfig

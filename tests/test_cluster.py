@@ -320,6 +320,19 @@ def test_ctrl_c_at_the_very_start_is_heard_by_the_command_alone(s3: Any, bucket:
     assert left_after(bucket, 20) == []
 
 
+def test_an_interrupt_while_the_workers_begin_is_one_line_and_leaves_no_process(s3: Any, bucket: str) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    words = ["run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6"]
+    started = start([*words, "--workers", "1", "--no-dashboard", "--quiet"], bucket)
+    # A worker looks like the forkserver that it is forked from.
+    while sum("forkserver" in command for command in children(bucket)) < 2:
+        assert goes_on(started, 0.02)
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=60)
+    assert (started.returncode, err) == (130, "etl: interrupted; the same command goes on from here\n")
+    assert left_after(bucket, 20) == []
+
+
 def test_workers_and_the_process_that_they_are_forked_from_do_not_hear_ctrl_c() -> None:
     # In a process of its own: here an earlier test has started multiprocessing's resource tracker.
     code = (

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import linecache
+import logging
 import os
 import resource
 import signal
@@ -49,7 +50,7 @@ from distributed.client import ClosedClientError
 from distributed.metrics import context_meter
 from distributed.security import Security
 from distributed.system import MEMORY_LIMIT
-from distributed.utils import get_mp_context
+from distributed.utils import get_mp_context, silence_logging_cmgr
 from distributed.versions import get_versions
 
 from etl import ledger
@@ -399,6 +400,7 @@ def connect(config: RunConfig, packed: PackedKit, warm: Path | None = None) -> I
     """
     with dask.config.set({**SETTINGS, **pace(worker_count(config))}), contextlib.ExitStack() as stack:
         if config.scheduler is not None:
+            stack.enter_context(silence_logging_cmgr(logging.CRITICAL))
             client = stack.enter_context(_remote_client(config.scheduler))
             stack.enter_context(_as_guest(client, config.scheduler, packed.name))
         else:

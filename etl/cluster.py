@@ -47,6 +47,7 @@ from distributed import (
     secede,
 )
 from distributed.client import ClosedClientError
+from distributed.comm import CommClosedError
 from distributed.metrics import context_meter
 from distributed.security import Security
 from distributed.system import MEMORY_LIMIT
@@ -432,7 +433,8 @@ def _as_guest(client: Client, url: str, kit_name: str) -> Iterator[None]:
     try:
         yield
     except (CancelledError, ClosedClientError, OSError) as error:
-        if isinstance(error, OSError) and client.status == "running":
+        gone = client.status != "running" or isinstance(error, CommClosedError)  # of which the client may not know yet
+        if isinstance(error, OSError) and not gone:
             raise
         raise EtlError(f"--scheduler {url}: the scheduler is gone; the same command goes on from here") from error
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -47,6 +48,9 @@ def isolate(home: Path) -> None:
 _HOME = Path(tempfile.mkdtemp(prefix="etl-tests-"))
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 isolate(_HOME)
+
+# A shell's background jobs are deaf to Ctrl-C, and so would be every command that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,11 @@ _MARKS_A_MESSAGE: Final = 16
 Render: TypeAlias = Callable[[Sequence[Message], Any, Any], str]
 """(messages, tools, documents) -> text; raises RowError."""
 
+_REACHES: Final = (100, 1, 0, -1)
+"""How deep in a tool call marks are tried: in all its texts, in its arguments' own, around its name, not at all. Some
+templates write nested values as Python does, which escapes marks.
+"""
+
 _AREAS: Final = ((0xE000, 0x1900), (0x100000, 0xFFF0), (0xF0000, 0xFFF0))
 """Unicode's private-use areas, (first, size). The first keeps a text at two bytes a character."""
 
@@ -80,6 +85,10 @@ class Marked:
         """Whether the message says anything that was marked."""
         return any(k == message for k, _ in self.of)
 
+    def bears(self, message: int, piece: str) -> bool:
+        """Whether a piece was marked."""
+        return (message, piece) in self.of
+
     def bounds(self) -> dict[int, Span]:
         """From the first to the last character that each message wrote, of those that left any."""
         bounds: dict[int, Span] = {}
@@ -104,6 +113,8 @@ def mark_all(
 ) -> Marked | None:
     """Render with as many marks as leave `text` as it is; None where there is no such way.
 
+    Messages other than the assistant's may be left without (see `Marked.bears`).
+
     `pieces`: those of the assistant messages; `tokens`: matches the control tokens to break up, if any were typed.
     """
     row = _Row(messages, tools, documents, text, render, _free_area(text, len(messages)))
@@ -111,7 +122,7 @@ def mark_all(
     marked = row.mark(pieces, others, tokens)
     if marked is None and (least := row.mark(pieces, (), tokens)) is not None:
         # a template may ask how a user's text begins or ends (`<tool_response>`, `/no_think`): such texts go unmarked
-        quiet = [k for k in others if row.mark({}, [k], None) is not None]
+        quiet = row.markable(others)
         marked = row.mark(pieces, quiet, tokens) or least
     return marked
 
@@ -131,11 +142,11 @@ class _Row:
         self, pieces: Mapping[int, Pieces], others: Collection[int], tokens: re.Pattern[str] | None
     ) -> Marked | None:
         """As `mark_all`, with marks around the `pieces` and the texts of the messages in `others` alone."""
-        ways = ((True, tokens), (True, None), (False, None))
-        for with_calls, breaking in dict.fromkeys(ways):
+        reaches = _REACHES if any(said.calls for said in pieces.values()) else _REACHES[:1]
+        for breaking, reach in dict.fromkeys((breaking, reach) for breaking in (tokens, None) for reach in reaches):
             marks = Marks(*self.area)
             shown: Any = [
-                _mark_message(message, k, pieces[k], marks, with_calls=with_calls)
+                _mark_message(message, k, pieces[k], marks, reach)
                 if k in pieces
                 else _mark_text(message, k, marks)
                 if k in others
@@ -149,6 +160,13 @@ class _Row:
             if marked is not None:
                 return replace(marked, breaks=breaking is not None)
         return None
+
+    def markable(self, others: Sequence[int]) -> list[int]:
+        """Those of the messages whose texts can bear marks."""
+        if not others or self.mark({}, others, None) is not None:
+            return [*others]
+        half = len(others) // 2
+        return [*self.markable(others[:half]), *self.markable(others[half:])] if half else []
 
 
 def kept_blanks(
@@ -218,7 +236,7 @@ def _mark_text(message: Message, k: int, marks: Marks) -> Message:
     return message if core is None else with_content(message, _around(content, [(core, marks.pair(k, "text"))]))
 
 
-def _mark_message(message: Message, k: int, pieces: Pieces, marks: Marks, *, with_calls: bool) -> Message:
+def _mark_message(message: Message, k: int, pieces: Pieces, marks: Marks, reach: int) -> Message:
     found: dict[str, list[tuple[Span, tuple[str, str]]]] = {}
     for name, piece in (("reasoning", pieces.reasoning), ("answer", pieces.answer)):
         if piece is not None:
@@ -226,8 +244,8 @@ def _mark_message(message: Message, k: int, pieces: Pieces, marks: Marks, *, wit
     marked = message
     for name, inserts in found.items():
         marked = _with_field(marked, name, _around(field_text(message, name), inserts))
-    if with_calls and pieces.calls:
-        calls = [_mark_call(call, k, i, marks) for i, call in enumerate(message["tool_calls"])]
+    if reach >= 0 and pieces.calls:
+        calls = [_mark_call(call, k, i, marks, reach) for i, call in enumerate(message["tool_calls"])]
         marked = {**marked, "tool_calls": calls}
     return marked
 
@@ -245,26 +263,28 @@ def _around(text: str, inserts: Sequence[tuple[Span, tuple[str, str]]]) -> str:
     return text
 
 
-def _mark_call(call: Any, k: int, i: int, marks: Marks) -> Any:
-    """The call with marks around its name, and the same two around its arguments' text or each text in them."""
+def _mark_call(call: Any, k: int, i: int, marks: Marks, reach: int) -> Any:
+    """The call with marks around its name, and the same two around its arguments' text or each text in reach."""
     function = function_of(call)
     name = function.get("name")
     if not isinstance(name, str) or not name:
         return call
     left, right = marks.pair(k, f"name {i}")
     marked = {**function, "name": left + name + right}
-    if "arguments" in function:
-        marked["arguments"] = _mark_texts(function["arguments"], marks.pair(k, f"arguments {i}"))
+    if "arguments" in function and reach:
+        marked["arguments"] = _mark_texts(function["arguments"], marks.pair(k, f"arguments {i}"), reach)
     return {**call, "function": marked} if "function" in call else marked
 
 
-def _mark_texts(value: Any, pair: tuple[str, str]) -> Any:
+def _mark_texts(value: Any, pair: tuple[str, str], reach: int) -> Any:
     if isinstance(value, str):
         core = core_within(value, 0, len(value))
         return _around(value, [(core, pair)]) if core else value
+    if not reach or not isinstance(value, dict | list):
+        return value
     if isinstance(value, dict):
-        return {key: _mark_texts(item, pair) for key, item in value.items()}
-    return [_mark_texts(item, pair) for item in value] if isinstance(value, list) else value
+        return {key: _mark_texts(item, pair, reach - 1) for key, item in value.items()}
+    return [_mark_texts(item, pair, reach - 1) for item in value]
 
 
 def _break_tokens(value: Any, tokens: re.Pattern[str], mark: str) -> Any:

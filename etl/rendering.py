@@ -293,6 +293,7 @@ def _render_carefully(row: _Row, *, typed: bool) -> Rendered:
     for k in row.trained:
         turn = _read_turn(row, k, pieces[k], marked)
         turn = turn._replace(foreign=tuple(intersect(turn.intervals, others)))
+        _require_apart(row, marked, turn.intervals)
         cut: int | None = None
         if k in row.cut and row.config.truncated_completions == "mask-end" and not turn.dropped:
             cut = _find_cut(row, k, pieces[k], turn, marked)
@@ -372,16 +373,21 @@ def _find_header(row: _Row, k: int, intervals: Sequence[Span], present: Sequence
     if at >= 0:
         return at + len(header)
     asked = _asked_for(row, k)
-    return len(asked) if start < len(asked) <= limit and text.startswith(asked) else start
+    return start + len(asked) if start + len(asked) <= limit and text.startswith(asked, start) else start
 
 
 def _asked_for(row: _Row, k: int) -> str:
-    """What stands before the reply of message k by the template's own word; '' where it does not say."""
+    """What the template writes behind the messages before k when it is asked for a reply, a thought's opener left out;
+    '' where it does not say.
+    """
     tools, documents, before = row.conversation.tools, row.conversation.documents, row.messages[:k]
     try:
-        return row.template.trace(before, tools, documents, row.arguments, add_generation_prompt=True).text
+        trace = row.template.trace(before, tools, documents, row.arguments, add_generation_prompt=True)
     except RowError:  # no template needs to render half a conversation
         return ""
+    tail = trace.text[max((end for _, end, _ in trace.owners), default=len(trace.text)) :]
+    opener = THINK_OPEN.search(tail)
+    return tail[: opener.start()] if opener else tail
 
 
 def _find_empty(row: _Row, intervals: Sequence[Span], header_end: int) -> Span | None:
@@ -401,7 +407,7 @@ def _find_end(row: _Row, intervals: Sequence[Span], floor: int, broken: Sequence
         for match in reversed(list(row.template.added_tokens.finditer(text, max(start, floor), end))):
             if match[0] in openers:
                 opened = match.start()
-            elif match.start() not in broken:
+            elif match.start() not in broken and not THINK_CLOSE.fullmatch(match[0]):
                 return match.span()
     return None if opened is None else (opened, opened)
 
@@ -480,7 +486,7 @@ def _bound_calls(row: _Row, turn: Turn, spoken: Mapping[str, Span | None], calls
     text = row.trace.text
     first, last = min(calls)[0], max(end for _, end in calls)
     before = [span[1] for span in spoken.values() if span and span[1] <= first]
-    after = [span[0] for span in spoken.values() if span and span[0] >= last]
+    after = [span[0] for span in (*spoken.values(), turn.thought) if span and span[0] >= last]
     start = max([turn.header_end, *before, *([turn.empty[1]] if turn.empty else [])])
     reasoning, header = spoken.get("reasoning"), row.template.header(row.arguments)
     if header and (at := text.find(header, start, first)) >= 0:
@@ -573,8 +579,9 @@ def _kept_blanks(row: _Row, k: int, piece: Piece) -> int:
 def _end_of_calls(row: _Row, k: int, calls: int, turn: Turn, marked: Marked) -> int:
     """Behind the last character of the last call's arguments, as far as they can be told in the text."""
     text = row.trace.text
+    said = [span for name in ("reasoning", "answer") if (span := marked.find(k, name, turn.intervals))]
     name = marked.find(k, f"name {calls - 1}", turn.intervals)
-    at = name[1] if name else turn.header_end
+    at = name[1] if name else max([turn.header_end, *(end for _, end in said)])
     arguments = function_of(row.messages[k]["tool_calls"][-1]).get("arguments")
     spelled = json.dumps(arguments, ensure_ascii=False)
     if isinstance(arguments, dict) and (found := text.find(spelled, at, turn.stop)) >= 0:
@@ -583,8 +590,9 @@ def _end_of_calls(row: _Row, k: int, calls: int, turn: Turn, marked: Marked) -> 
     at = shown[1] if shown else at
     last = _last_leaf(arguments)
     leaf = json.dumps(last, ensure_ascii=False)
-    # texts bear marks wherever they are rendered, but for a last one that is blank, and where calls can bear none
-    found = text.rfind(leaf, at, turn.stop) if arguments and not (shown and isinstance(last, str)) else -1
+    # texts that are not blank bear marks wherever they are rendered, but where calls can bear none
+    is_marked = shown and isinstance(last, str) and last.strip()
+    found = text.rfind(leaf, at, turn.stop) if arguments and not is_marked else -1
     return found + len(leaf) if found >= 0 else at
 
 
@@ -629,12 +637,14 @@ def _judge_control_tokens(row: _Row, marked: Marked, *, typed: bool) -> tuple[tu
 
 def _shows_every_role(row: _Row) -> bool:
     """Whether every message that says something is known to be in the text, without looking closely."""
+    seen: set[tuple[str, bool]] = set()
     for k, message in enumerate(row.messages):
         if k in row.owned or message.get("role") == "assistant":
             continue
-        said = content_text(message).strip()
-        if said and ((message["role"], k == 0) not in row.roles or said not in row.trace.text):
+        said, key = content_text(message).strip(), (message["role"], k == 0)
+        if said and (key not in row.roles or key in seen or said not in row.trace.text):
             return False
+        seen.add(key)
     return True
 
 
@@ -642,9 +652,21 @@ def _require_roles(row: _Row, marked: Marked) -> None:
     """Raises RowError `role` where a message that says something left no text."""
     for k, message in enumerate(row.messages):
         pair = marked.of.get((k, "text"))
-        if k in row.owned or pair is None:
+        if k in row.owned or message.get("role") == "assistant":
             continue
-        role = message.get("role")
-        if pair[0] not in marked.places:
+        role = str(message.get("role"))
+        is_shown = pair[0] in marked.places if pair else content_text(message).strip() in row.trace.text
+        if not is_shown:
             raise RowError("role", f"the template leaves out {role} messages; --role-map {role}=… renames a role")
-        row.roles.add((str(role), k == 0))
+        if pair:
+            row.roles.add((role, k == 0))
+
+
+def _require_apart(row: _Row, marked: Marked, intervals: Sequence[Span]) -> None:
+    """Raises RowError `mask` where the text of a message that bears no marks may lie in a turn that is trained."""
+    for k, message in enumerate(row.messages):
+        said = content_text(message).strip()
+        if not said or message.get("role") == "assistant" or marked.bears(k, "text"):
+            continue
+        if not row.template.follows_loops or any(row.trace.text.find(said, *span) >= 0 for span in intervals):
+            raise RowError("mask", f"the template changes text, so that message {k} cannot be told from a reply")

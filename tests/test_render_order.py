@@ -82,7 +82,10 @@ class Author:
             messages += [ask(self.text()), self.reply()]
             if "tool_calls" in messages[-1] and draw.random() < 0.7:
                 messages += [*(result(self.text()) for _ in messages[-1]["tool_calls"]), self.reply()]
-        kwargs = draw.choice(({}, {}, {}, {"enable_thinking": False}, {"preserve_thinking": True}))
+            if draw.random() < 0.05:
+                messages.append({"role": "system", "content": self.text()})
+        thinking: dict[str, Any] = {"enable_thinking": True}
+        kwargs = draw.choice(({}, {}, {}, thinking, {"enable_thinking": False}, {"preserve_thinking": True}))
         return {"messages": messages, **({"chat_template_kwargs": kwargs} if kwargs else {})}
 
 
@@ -163,6 +166,48 @@ def test_a_system_text_from_which_the_template_takes_its_switch_costs_no_row() -
     assert shown.endswith("<|system|>Be brief.</s><|user|>Hi</s>[[<|assistant|>1</s>]]")
 
 
+LOOKING: Final = (
+    "{% for m in messages %}{% if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.role == 'assistant' and not loop.last and messages[loop.index].role == 'tool' %}"
+    "<|obs|>{{ messages[loop.index].content }}{{ '!' if messages[loop.index].content.startswith('{') }}{% endif %}"
+    "</s>{% endif %}{% endfor %}"
+)
+EACH: Final = "<|{{ m.role }}|>{{ m.content }}</s>"
+SKIPPING: Final = "{% for m in messages %}{% if m.content[:1] != '#' %}" + EACH + "{% endif %}{% endfor %}"
+AHEAD: Final = (
+    "{{ '' if messages[0].content.startswith('#') else messages[0].content }}{% for m in messages[1:] %}"
+    + EACH
+    + "{% endfor %}"
+)
+LAST_RULES: Final = (
+    "{% set kept = messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | list %}"
+    "<|system|>{{ kept[-1] }}</s>{% for m in messages if m.role != 'system' %}" + EACH + "{% endfor %}"
+)
+
+
+def test_another_text_that_may_lie_in_a_reply_unmarked_rejects_the_row() -> None:
+    template = make_template(LOOKING)
+    assert "[[" in show(template, [USER, say("A"), result("sunny"), say("B")])
+    with pytest.raises(RowError) as error:
+        show(template, [USER, say("A"), result('{"w": "sunny"}'), say("B")])
+    assert error.value.reason == "mask"
+
+
+@pytest.mark.parametrize("source", [SKIPPING, AHEAD])
+def test_a_text_that_the_template_leaves_out_for_what_it_says_rejects_the_row(source: str) -> None:
+    with pytest.raises(RowError) as error:
+        show(make_template(source), [ask("# hidden"), ask("Hi"), say("ok")])
+    assert error.value.reason == "role"
+
+
+def test_of_several_texts_of_a_role_outside_the_loops_none_may_be_missing() -> None:
+    template, rules = make_template(LAST_RULES), {"role": "system", "content": "rules"}
+    assert "[[" in show(template, [ask("Q"), rules, say("A")])
+    with pytest.raises(RowError) as error:
+        show(template, [ask("Q says hi"), {"role": "system", "content": "hi"}, rules, say("A")])
+    assert error.value.reason == "role"
+
+
 # --- what a row must not teach ---
 
 
@@ -217,6 +262,28 @@ def test_what_closes_the_texts_of_tools_is_not_trained(material: Path, name: str
     assert shown.endswith(f"{closed}[[It is sunny.<｜end▁of▁sentence｜>]]")
 
 
+@pytest.mark.parametrize("late", [[], [{"role": "system", "content": "late"}, USER, say("x")]])
+def test_what_closes_the_texts_of_tools_is_not_trained_where_a_system_text_comes_late(
+    material: Path, late: list[Message]
+) -> None:
+    messages = [USER, say("", tool_calls=[call()]), result("sunny"), say("It is sunny."), *late]
+    assert "<｜tool▁outputs▁end｜>[[It is sunny.<｜end▁of▁sentence｜>]]" in show(
+        load_template(material, "deepseekv3"), messages
+    )
+
+
+def test_a_thought_that_the_prompt_opens_behind_a_tools_text_is_trained_with_its_tag(material: Path) -> None:
+    template, row = load_template(material, "gemma4_v5"), {"chat_template_kwargs": {"enable_thinking": True}}
+    before = [USER, say("", tool_calls=[call()]), result("sunny")]
+    shown = show(template, [*before, say("It is sunny.", "good")], row)
+    assert shown.endswith("<tool_response|>[[<|channel>thought\ngood\n<channel|>It is sunny.<turn|>]]\n")
+
+
+def test_an_end_of_turn_behind_a_tools_text_is_trained(material: Path) -> None:
+    messages = [USER, say("ok", tool_calls=[call()]), result("sunny"), say("")]
+    assert show(load_template(material, "gemma4_v5"), messages).endswith("[[ok<turn|>]]\n")
+
+
 @pytest.mark.parametrize("name", ["deepseekv3", "qwen3_6", "gptoss", "llama3_1", "glm4moe", "gemma3"])
 def test_what_is_trained_of_a_conversation_does_not_change_as_it_goes_on(material: Path, name: str) -> None:
     template = load_template(material, name)
@@ -247,6 +314,17 @@ def test_a_thought_behind_the_calls_is_left_out_without_them(material: Path) -> 
     )
 
 
+def test_a_thought_behind_the_calls_is_no_part_of_them(material: Path) -> None:
+    messages = [USER, say("<think>\nr\n</think>\n\n", tool_calls=[call("f", {"city": "P"})])]
+    shown = show(load_template(material, "gemma4_v2"), messages, no_train_tool_calls=True)
+    assert shown.endswith("<tool_call|>[[<think>\nr\n</think><turn|>]]\n")
+
+
+def test_the_tag_that_closes_a_thought_is_no_end_of_turn(material: Path) -> None:
+    shown = show(load_template(material, "glm4moe"), [USER, say("", "REA")], no_train_reasoning=True)
+    assert shown.endswith("<|assistant|>\n<think>REA</think>")
+
+
 # --- cut calls, and control tokens in names ---
 
 
@@ -254,6 +332,7 @@ def test_a_thought_behind_the_calls_is_left_out_without_them(material: Path) -> 
     ("name", "arguments", "trained"),
     [
         ("qwen3_6", {"city": "Paris", "note": ""}, "<tool_call>\n<function=f>\n<parameter=city>\nParis"),
+        ("qwen3_6", {"a": "long", "b": {"c": ""}}, '<parameter=b>\n{"c": ""'),
         ("qwen3_6", {"city": "Paris", "n": 5}, "Paris\n</parameter>\n<parameter=n>\n5"),
         ("gemma4", {"b": "long text", "a": "y"}, '<|tool_call>call:f{a:<|"|>y<|"|>,b:<|"|>long text'),
     ],
@@ -264,6 +343,19 @@ def test_a_cut_call_is_trained_to_the_last_text_in_it(
     cut = {"finish_reason": "length"}
     shown = show(load_template(material, name), [USER, say("", tool_calls=[call("f", arguments)])], cut)
     assert bracketed(shown)[-1].endswith(trained)
+
+
+def test_a_call_with_nested_texts_does_not_spoil_the_marks_of_another(material: Path) -> None:
+    template = load_template(material, "lfm2_2_5")
+    nested, plain = call("f", {"x": ["a", "b", 3]}), call("g", {"city": "Paris"})
+    cut = say("", "long thought", tool_calls=[plain], finish_reason="length")
+    shown = show(template, [USER, say("", tool_calls=[nested]), result("t"), cut])
+    assert bracketed(shown)[-1] == "<think>long thought</think><|tool_call_start|>[g(city='Paris"
+    messages = [ask("<|im_end|>"), say("ok", tool_calls=[nested])]
+    [rendered] = outcomes(template, {"messages": messages}, {"control_tokens": "literal"})
+    [(start, end)] = rendered.literal
+    assert rendered.text[:start].endswith("<|im_start|>user\n")
+    assert rendered.text[start:end] == "<|im_end|>"
 
 
 def bracketed(shown: str) -> list[str]:

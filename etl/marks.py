@@ -56,13 +56,14 @@ class Marked:
     """Where the marks came out, as positions in the text without marks.
 
     `places`: by mark number; `of` as in Marks; `broken`: where the control tokens begin that messages typed, if
-    `breaks` says that they could be broken up.
+    `breaks` says that they could be broken up; `shown`: messages whose texts bear no marks, but are in the text.
     """
 
     places: Mapping[int, tuple[int, ...]]
     of: Mapping[tuple[int, str], tuple[int, int]]
     broken: tuple[int, ...] = ()
     breaks: bool = False
+    shown: frozenset[int] = frozenset()
 
     def find(self, message: int, piece: str, intervals: Sequence[Span]) -> Span | None:
         """Where a piece lies within the intervals; None where not all of it does."""
@@ -113,8 +114,7 @@ def mark_all(
 ) -> Marked | None:
     """Render with as many marks as leave `text` as it is; None where there is no such way.
 
-    Messages other than the assistant's may be left without (see `Marked.bears`).
-
+    Messages other than the assistant's may be left without (see `Marked.bears` and `shown`).
     `pieces`: those of the assistant messages; `tokens`: matches the control tokens to break up, if any were typed.
     """
     row = _Row(messages, tools, documents, text, render, _free_area(text, len(messages)))
@@ -122,8 +122,9 @@ def mark_all(
     marked = row.mark(pieces, others, tokens)
     if marked is None and (least := row.mark(pieces, (), tokens)) is not None:
         # a template may ask how a user's text begins or ends (`<tool_response>`, `/no_think`): such texts go unmarked
-        quiet = row.markable(others)
-        marked = row.mark(pieces, quiet, tokens) or least
+        able = row.markable(others)
+        marked = row.mark(pieces, able, tokens) or least
+        marked = replace(marked, shown=frozenset(k for k in others if not marked.bears(k, "text") and row.shows(k)))
     return marked
 
 
@@ -167,6 +168,19 @@ class _Row:
             return [*others]
         half = len(others) // 2
         return [*self.markable(others[:half]), *self.markable(others[half:])] if half else []
+
+    def shows(self, k: int) -> bool:
+        """Whether a mark at the beginning or the end of message k's text is in the render."""
+        message, marks = self.messages[k], Marks(*self.area)
+        content = content_text(message)
+        mark, _ = marks.pair(k, "text")
+        for at in core_within(content, 0, len(content)) or ():
+            shown = with_content(message, content[:at] + mark + content[at:])
+            messages = [*self.messages[:k], shown, *self.messages[k + 1 :]]
+            marked = _read(messages, self.tools, self.documents, self.text, self.render, marks)
+            if marked is not None and marked.places:
+                return True
+        return False
 
 
 def kept_blanks(

@@ -655,8 +655,8 @@ def _require_roles(row: _Row, marked: Marked) -> None:
         if k in row.owned or message.get("role") == "assistant":
             continue
         role = str(message.get("role"))
-        is_shown = pair[0] in marked.places if pair else content_text(message).strip() in row.trace.text
-        if not is_shown:
+        said = content_text(message).strip()
+        if not (pair[0] in marked.places if pair else k in marked.shown or said in row.trace.text):
             raise RowError("role", f"the template leaves out {role} messages; --role-map {role}=… renames a role")
         if pair:
             row.roles.add((role, k == 0))

@@ -166,6 +166,15 @@ def test_a_system_text_from_which_the_template_takes_its_switch_costs_no_row() -
     assert shown.endswith("<|system|>Be brief.</s><|user|>Hi</s>[[<|assistant|>1</s>]]")
 
 
+def test_a_switch_is_taken_from_a_system_text_ahead_of_the_loop_too() -> None:
+    template = make_template(
+        "<|system|>{{ messages[0].content.replace('/no_think', '').rstrip() }}</s>"
+        "{% for m in messages[1:] %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    )
+    shown = show(template, [{"role": "system", "content": "Be brief. /no_think"}, USER, say("1")])
+    assert shown.endswith("<|system|>Be brief.</s><|user|>Hi</s>[[<|assistant|>1</s>]]")
+
+
 LOOKING: Final = (
     "{% for m in messages %}{% if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}"
     "{% if m.role == 'assistant' and not loop.last and messages[loop.index].role == 'tool' %}"

@@ -89,12 +89,17 @@ class Family:
         text = ours.text[slice(*span)]
         header = re.escape(self.base.header(self.base.arguments))
         found = re.fullmatch(
-            rf"(?P<header>{header})?(?P<empty>{self.base.empty_thought.pattern})?(?P<blanks>\s*)", text
+            rf"(?P<header>{header})?(?P<prompt>{_PROMPT})?(?P<empty>{self.base.empty_thought.pattern})?(?P<blanks>\s*)",
+            text,
         )
         if found and text:
-            named = ("header", "empty", "blanks")
+            named = ("header", "prompt", "empty", "blanks")
             return [rule for rule in named if found[rule]]
         return ["dropped"] if whole and ours.counts.get("dropped_reasoning_turns") else [""]
+
+
+_PROMPT: Final = "<｜tool▁outputs▁end｜>"
+"""What DeepSeek's template writes behind the texts of tools when it is asked for the reply: no model generates it."""
 
 
 def _without(spans: Iterable[Span], others: Iterable[Span]) -> Iterator[Span]:

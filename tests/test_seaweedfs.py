@@ -14,7 +14,7 @@ from tests import test_jobs, test_lease
 from tests.jobs import QWEN36, config, etl, jsonl, small_rows, stored, upload
 from tests.servers import ACCESS_KEY, SECRET_KEY, S3Server, start_proxy, start_seaweedfs
 from tests.test_jobs import run, scheduler  # noqa: F401 - fixtures
-from tests.test_lease import storage, url  # noqa: F401 - fixtures
+from tests.test_lease import ctrl_c, storage, url  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_a_run_beside_a_live_one_is_refused_by_the_store_itself(s3: Any, bucket:
     early.acquire(take_over=False, say=lambda _text: None)
     assert early.conditional
     with pytest.raises(UsageError, match="another run began on this output a moment ago"):
-        late._write(if_none_match=True)  # what it does when it has seen no lease
+        late._begin(None, take_over=False)  # what it does when it has seen no lease
     early.release()
     assert s3.list_objects_v2(Bucket=bucket).get("KeyCount") == 0
 

@@ -21,7 +21,7 @@ from etl.pieces import Piece, Pieces, content_text, field_text, function_of, pie
 from etl.records import Conversation, Message, Rendered, Span
 from etl.sandbox import Trace
 from etl.template import THINK_CLOSE, THINK_OPEN, ChatTemplate
-from etl.turns import Form, Masked, Said, Turn, intersect, join, make_form, mask, match_form, switches
+from etl.turns import Form, Masked, Said, Turn, intersect, join, make_form, mask, match_form, subtract, switches
 
 _FormKey: TypeAlias = tuple[tuple[bool, bool, int], tuple[bool, ...]]
 """`Said.key`, and `switches` of the configuration."""
@@ -293,7 +293,7 @@ def _render_carefully(row: _Row, *, typed: bool) -> Rendered:
     for k in row.trained:
         turn = _read_turn(row, k, pieces[k], marked)
         turn = turn._replace(foreign=tuple(intersect(turn.intervals, others)))
-        _require_apart(row, marked, turn.intervals)
+        _require_apart(row, marked, _around_pieces(k, pieces[k], turn, marked))
         cut: int | None = None
         if k in row.cut and row.config.truncated_completions == "mask-end" and not turn.dropped:
             cut = _find_cut(row, k, pieces[k], turn, marked)
@@ -662,11 +662,18 @@ def _require_roles(row: _Row, marked: Marked) -> None:
             row.roles.add((role, k == 0))
 
 
-def _require_apart(row: _Row, marked: Marked, intervals: Sequence[Span]) -> None:
-    """Raises RowError `mask` where the text of a message that bears no marks may lie in a turn that is trained."""
+def _around_pieces(k: int, pieces: Pieces, turn: Turn, marked: Marked) -> list[Span]:
+    """What of the turn of message k its own pieces did not write."""
+    calls = [marked.find_call(k, i, turn.intervals) for i in range(pieces.calls)]
+    own = [*(marked.find(k, name, turn.intervals) for name in pieces.spoken), *calls]
+    return subtract(list(turn.intervals), [span for span in own if span])
+
+
+def _require_apart(row: _Row, marked: Marked, stretches: Sequence[Span]) -> None:
+    """Raises RowError `mask` where a message's text bears no marks and may lie in these stretches of a trained turn."""
     for k, message in enumerate(row.messages):
         said = content_text(message).strip()
         if not said or message.get("role") == "assistant" or marked.bears(k, "text"):
             continue
-        if not row.template.follows_loops or any(row.trace.text.find(said, *span) >= 0 for span in intervals):
+        if not row.template.follows_loops or any(row.trace.text.find(said, *span) >= 0 for span in stretches):
             raise RowError("mask", f"the template changes text, so that message {k} cannot be told from a reply")

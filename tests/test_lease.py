@@ -122,13 +122,18 @@ def test_take_over_takes_it_and_the_robbed_run_stops(storage: Storage, url: str)
     assert storage.get(url) is None
 
 
-def test_a_lease_that_was_renewed_stays_with_its_run(storage: Storage, url: str) -> None:
+def hold_for_three_renewals(storage: Storage, url: str) -> None:
+    """Hold the lease and give it back, which leaves nothing."""
     held = Lease(storage, url, "run-1", renew_seconds=0.01)
     held.acquire(take_over=False, say=silent)
     while json.loads(storage.get(url) or b"")["renewals"] < 3:
         held.check()
     held.release()
     assert storage.get(url) is None
+
+
+def test_a_lease_that_was_renewed_stays_with_its_run(storage: Storage, url: str) -> None:
+    hold_for_three_renewals(storage, url)
 
 
 def lose_a_reply(monkeypatch: pytest.MonkeyPatch, renewals: int) -> None:
@@ -149,12 +154,7 @@ def test_a_run_whose_renewal_was_stored_without_a_reply_goes_on(
     storage: Storage, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lose_a_reply(monkeypatch, renewals=1)
-    held = Lease(storage, url, "run-1", renew_seconds=0.01)
-    held.acquire(take_over=False, say=silent)
-    while json.loads(storage.get(url) or b"")["renewals"] < 3:
-        held.check()
-    held.release()
-    assert storage.get(url) is None
+    hold_for_three_renewals(storage, url)
 
 
 def test_a_lease_that_was_stored_without_a_reply_is_refused_and_removed(

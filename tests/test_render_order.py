@@ -157,22 +157,31 @@ def test_a_user_text_that_ends_in_the_templates_own_switch_costs_no_row(material
     assert shown.endswith("Add 1 and 1 /nothink<|assistant|>\n<think></think>\n[[2]]")
 
 
-def test_a_system_text_from_which_the_template_takes_its_switch_costs_no_row() -> None:
-    template = make_template(
-        "{% for m in messages %}<|{{ m.role }}|>"
-        "{{ m.content.replace('/no_think', '').rstrip() if m.role == 'system' else m.content }}</s>{% endfor %}"
-    )
-    shown = show(template, [{"role": "system", "content": "Be brief. /no_think"}, USER, say("1")])
+@pytest.mark.parametrize(
+    "source",
+    [
+        (
+            "{% for m in messages %}<|{{ m.role }}|>"
+            "{{ m.content.replace('/no_think', '').rstrip() if m.role == 'system' else m.content }}</s>{% endfor %}"
+        ),
+        (
+            "<|system|>{{ messages[0].content.replace('/no_think', '').rstrip() }}</s>"
+            "{% for m in messages[1:] %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        ),
+    ],
+    ids=["in the loop", "ahead of it"],
+)
+def test_a_system_text_from_which_the_template_takes_its_switch_costs_no_row(source: str) -> None:
+    shown = show(make_template(source), [{"role": "system", "content": "Be brief. /no_think"}, USER, say("1")])
     assert shown.endswith("<|system|>Be brief.</s><|user|>Hi</s>[[<|assistant|>1</s>]]")
 
 
-def test_a_switch_is_taken_from_a_system_text_ahead_of_the_loop_too() -> None:
-    template = make_template(
-        "<|system|>{{ messages[0].content.replace('/no_think', '').rstrip() }}</s>"
-        "{% for m in messages[1:] %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-    )
-    shown = show(template, [{"role": "system", "content": "Be brief. /no_think"}, USER, say("1")])
-    assert shown.endswith("<|system|>Be brief.</s><|user|>Hi</s>[[<|assistant|>1</s>]]")
+def test_a_reply_may_quote_a_text_that_the_template_asks_about(material: Path) -> None:
+    template, said = load_template(material, "qwen3_6"), "<tool_response>\nsunny\n</tool_response>"
+    messages = [ask("weather?"), say("asked", "why"), ask(said), say(f"You sent {said}", "good")]
+    alone = show(template, messages)
+    assert turn_of(alone) == f"[[<think>\ngood\n</think>\n\nYou sent {said}<|im_end|>]]\n"
+    assert show(template, messages) == alone
 
 
 LOOKING: Final = (

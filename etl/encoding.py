@@ -203,7 +203,9 @@ class Encoder:
             if i not in failed:
                 own = self._mask_apart(rows[i], ids[splits[i] : splits[i + 1]])
                 wrong += own is None
-                mask[splits[i] : splits[i + 1]] = 0 if own is None else own
+                mask[splits[i] : splits[i + 1]], first = (0, None) if own is None else own
+                if first is not None:
+                    turns[i] = int(splits[i]) + first
         return mask, wrong, turns
 
     def _token_ends(self, ids: Ids) -> npt.NDArray[np.int32] | npt.NDArray[np.int64]:
@@ -223,15 +225,20 @@ class Encoder:
                 places[i] = place
         return places
 
-    def _mask_apart(self, row: Rendered | TokenIds, ids: Ids) -> npt.NDArray[np.int8] | None:
-        """One row's mask without byte lengths; None where the reference has other ids than the row got."""
+    def _mask_apart(self, row: Rendered | TokenIds, ids: Ids) -> tuple[npt.NDArray[np.int8], int | None] | None:
+        """One row's mask without byte lengths, and with which token its last turn begins.
+
+        None where the reference has other ids than the row got.
+        """
         if not isinstance(row, Rendered):
-            return (np.arange(len(ids)) >= len(row[0])).astype(np.int8)
+            return (np.arange(len(ids)) >= len(row[0])).astype(np.int8), None
         truth = self._truth
         found = truth.literal_offsets(row.text, row.literal) if row.literal else truth.offsets(row.text)
         if not np.array_equal(found.ids, ids):
             return None
-        return mask_by_offsets(found.starts, found.ends, row.spans, row.cuts)
+        turn = _last_turn_span(row)
+        first = None if turn is None else int(np.count_nonzero(found.ends <= row.spans[turn][0]))
+        return mask_by_offsets(found.starts, found.ends, row.spans, row.cuts), first
 
 
 def _last_turn_span(row: Rendered | TokenIds) -> int | None:

@@ -12,7 +12,8 @@ import json
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from etl.added import BLANKS, AddedTokens
+from etl.added import BLANKS, AddedTokens, Match
 from etl.errors import RowError
 from etl.records import Span
 
@@ -50,6 +51,9 @@ _SETTLING: Final = 16
 """Weighings after which a worker's buffers are taken to be in use."""
 
 _BLANKS_MARKED: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_STANDIN: Final = "\U0010fffdetl\U0010fffd"
+"""Stands before text where a tokenizer marks the first word of a text: a token of nobody's."""
+
 _BYTE_TOKEN: Final = re.compile("<0x[0-9A-F]{2}>")
 _SAMPLED_TOKENS: Final = 4000
 _SAMPLED_ADDED: Final = 64
@@ -80,10 +84,16 @@ class Reference:
         added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         self._added = added
         self._absorbing = [i for i, token in added.items() if token.lstrip or token.rstrip]
-        self._everywhere = AddedTokens(added)
+        normalizer = _parts(self._tokenizer.normalizer, "normalizers")
         self.cut_out = AddedTokens({i: token for i, token in added.items() if not token.normalized})
-        self.normalises_nfc = any(p["type"] == "NFC" for p in _parts(self._tokenizer.normalizer, "normalizers"))
+        self._first = self.cut_out if normalizer else AddedTokens(added)
+        self._later = AddedTokens({i: t for i, t in added.items() if normalizer and t.normalized and t.special})
+        self.normalises_nfc = any(part["type"] == "NFC" for part in normalizer)
         self.largest_id = max(self._tokenizer.get_vocab_size(with_added_tokens=False) - 1, *added, 0)
+        splitters = _parts(self._tokenizer.pre_tokenizer, "pretokenizers")
+        self._marks_first = any(part.get("prepend_scheme") == "first" for part in splitters)
+        if self._marks_first:
+            self._tokenizer.add_tokens([tokenizers.AddedToken(_STANDIN, normalized=False)])
 
     def ids(self, text: str) -> Ids:
         """Token ids, int32 [n]. Raises RowError where the text defeats the tokenizer."""
@@ -108,27 +118,50 @@ class Reference:
         return start, end
 
     def literal_offsets(self, text: str, literal: Sequence[Span]) -> Offsets:
-        """As `offsets`, with what stands in the `literal` ranges read as text: each piece between the others apart."""
-        pieces: list[Offsets] = []
+        """As `offsets`, with what stands in the `literal` ranges read as text.
+
+        Each stretch between two tokens in which such a range lies is encoded apart. Raises RowError `control_tokens`
+        where one holds a token that is looked for after normalising, which cannot be told from typed ones.
+        """
+        found: list[Offsets] = []
         at = 0
-        self._tokenizer.encode_special_tokens = True
-        try:
-            for match in self._everywhere.find(text, literal):
-                pieces.append(self._shifted(text[at : match.start], at))
-                start, end = self._own_text(text, match.id, match.start, match.end)
-                pieces.append(Offsets(np.array([match.id], np.int32), np.array([start]), np.array([end])))
-                at = match.end
-            pieces.append(self._shifted(text[at:], at))
-        finally:
-            self._tokenizer.encode_special_tokens = False
+        for start, end in self._literal_stretches(text, literal):
+            found += [self._shifted(self.offsets(text[at:start]), at), self._without_special(text, start, end)]
+            at = end
+        found.append(self._shifted(self.offsets(text[at:]), at))
         return Offsets(
-            np.concatenate([piece.ids for piece in pieces]),
-            np.concatenate([piece.starts for piece in pieces]),
-            np.concatenate([piece.ends for piece in pieces]),
+            np.concatenate([part.ids for part in found]),
+            np.concatenate([part.starts for part in found]),
+            np.concatenate([part.ends for part in found]),
         )
 
-    def _shifted(self, text: str, by: int) -> Offsets:
-        found = self.offsets(text)
+    def _literal_stretches(self, text: str, literal: Sequence[Span]) -> Iterator[Span]:
+        start = 0
+        waiting = deque(literal)
+        for match in (*self._first.find(text, literal), Match(-1, len(text), len(text))):
+            own: list[Span] = []
+            while waiting and waiting[0][0] < match.start:
+                a, b = waiting.popleft()
+                own.append((a - start, b - start))
+            if own:
+                if next(self._later.find(text[start : match.start], own), None):
+                    raise RowError("control_tokens", "this tokenizer cannot be given this control token as text")
+                yield start, match.start
+            start = match.end
+
+    def _without_special(self, text: str, start: int, end: int) -> Offsets:
+        """text[start:end] with no special token in it, as what follows other text unless it begins there."""
+        before = _STANDIN if start and self._marks_first else ""
+        self._tokenizer.encode_special_tokens = True
+        try:
+            found = self.offsets(before + text[start:end])
+        finally:
+            self._tokenizer.encode_special_tokens = False
+        own = found.ends > len(before) if before else slice(None)
+        return self._shifted(Offsets(found.ids[own], found.starts[own], found.ends[own]), start - len(before))
+
+    @staticmethod
+    def _shifted(found: Offsets, by: int) -> Offsets:
         return Offsets(found.ids, found.starts + by, found.ends + by)
 
     def byte_lengths(self) -> npt.NDArray[np.int32] | None:
@@ -140,7 +173,10 @@ class Reference:
         model, normalizer = self._tokenizer.model, _parts(self._tokenizer.normalizer, "normalizers")
         if not isinstance(model, tokenizers.models.BPE):
             return None
-        splits = [part["type"] for part in _parts(self._tokenizer.pre_tokenizer, "pretokenizers")]
+        splitters = _parts(self._tokenizer.pre_tokenizer, "pretokenizers")
+        if any(part.get("add_prefix_space") for part in splitters):
+            return None  # a blank that is not in the text, before each stretch of it
+        splits = [part["type"] for part in splitters]
         if "ByteLevel" in splits and [part["type"] for part in normalizer] in ([], ["NFC"]):
             width: Callable[[str], int] = len
         elif model.byte_fallback and normalizer == [_BLANKS_MARKED] and "Metaspace" not in splits:

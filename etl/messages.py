@@ -29,7 +29,6 @@ CUT_REASONS: Final = frozenset({"length", "max_tokens"})
 
 _OPEN: Final = "<think>"
 _CLOSE: Final = "</think>"
-_BLANKS: Final = " \t\r\n\f\v"
 _BREAKS: Final = "\r\n"
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text"})
 _STEERING: Final = frozenset({"train", "weight", "finish_reason"})
@@ -102,7 +101,7 @@ def _split_inline(
     content: str, opens_thinking: Callable[[], bool], *, unclosed_is_reasoning: bool, cut: bool
 ) -> tuple[str, str, bool]:
     """Reasoning, answer, and whether a close tag parted them; the first close tag is the real one."""
-    body = content.lstrip(_BLANKS)
+    body = content.lstrip()
     if body.startswith(_OPEN):
         reasoning, close, answer = body[len(_OPEN) :].partition(_CLOSE)
         if not close and not cut:

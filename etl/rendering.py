@@ -10,6 +10,7 @@ around each piece that a message wrote (`etl.marks`), and keeps the literal text
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -26,7 +27,12 @@ from etl.turns import Form, Masked, Said, Turn, intersect, join, make_form, mask
 _FormKey: TypeAlias = tuple[tuple[bool, bool, int], tuple[bool, ...]]
 """`Said.key`, and `switches` of the configuration."""
 
+_Frame: TypeAlias = tuple[bool, str, str]
+"""Whether a message's text lay in the loops' own stretch of it, and what of the template's stood on either side."""
+
 _FORMS_KEPT: Final = 64
+_FRAMES_KEPT: Final = 16
+_FRAME_WIDTH: Final = 12
 _TELLING: Final = 3  # characters of an id by which a call can be told
 _BRACKETS: Final = frozenset("<[◁")
 
@@ -103,15 +109,17 @@ class _Row:
         return self.template.recall("forms", self.arguments, dict)
 
     @property
-    def roles(self) -> set[tuple[str, bool]]:
-        """(role, whether first) of messages that the template renders outside of its loops."""
-        return self.template.recall("roles", self.arguments, set)
+    def frames(self) -> dict[str, list[_Frame]]:
+        """What is known of the text around the texts of messages, by role."""
+        return self.template.recall("frames", self.arguments, dict)
 
 
 # --- one row ---
 
 
 def _render(conversation: Conversation, template: ChatTemplate, config: RunConfig) -> Rendered:
+    if template.shows_responses:
+        _require_own_text(conversation)
     row = _open(conversation, template, config)
     typed = _types_control_tokens(conversation, template)
     if not (typed or row.cut) and _shows_every_role(row):
@@ -178,13 +186,13 @@ def _finish(
     for turn in turns:
         if turn.dropped:
             found["dropped_reasoning_turns"] = found.get("dropped_reasoning_turns", 0) + 1
+            last = None  # what an earlier turn trains is not what the generator recorded of this one
             continue
         if turn.empty:
             found["empty_think_blocks"] = found.get("empty_think_blocks", 0) + 1
         own = turn.spans if row.trace.generated is None else intersect(turn.spans, row.trace.generated)
-        if own:
-            spans += own
-            last = _behind_prompt(row, turn.header_end, own)
+        spans += own
+        last = _behind_prompt(row, turn.header_end, own) if own else None
     return Rendered(row.trace.text, join(spans), tuple(sorted(cuts)), literal, found, last)
 
 
@@ -196,6 +204,13 @@ def _behind_prompt(row: _Row, header_end: int, own: Sequence[Span]) -> Span | No
     if at >= 0 and row.trace.text.startswith(prompt, at):
         begin = max(begin, at + len(prompt))
     return (begin, stop) if begin < stop else None
+
+
+def _require_own_text(conversation: Conversation) -> None:
+    """Raises RowError `mask` where an assistant message carries the texts of tools, which are not its own."""
+    for k, message in enumerate(conversation.messages):
+        if message.get("role") == "assistant" and message.get("tool_responses"):
+            raise RowError("mask", f"messages[{k}].tool_responses: give what tools said in messages of role tool")
 
 
 # --- by form ---
@@ -637,29 +652,54 @@ def _judge_control_tokens(row: _Row, marked: Marked, *, typed: bool) -> tuple[tu
 
 def _shows_every_role(row: _Row) -> bool:
     """Whether every message that says something is known to be in the text, without looking closely."""
-    seen: set[tuple[str, bool]] = set()
+    text, everywhere = row.trace.text, [(0, len(row.trace.text))]
+    apart: set[str] = set()
     for k, message in enumerate(row.messages):
-        if k in row.owned or message.get("role") == "assistant":
+        role = message["role"]
+        said = "" if role == "assistant" else content_text(message).strip()
+        if not said:
             continue
-        said, key = content_text(message).strip(), (message["role"], k == 0)
-        if said and (key not in row.roles or key in seen or said not in row.trace.text):
+        for is_own, before, after in row.frames.get(role, ()):
+            framed = f"{before}{said}{after}"
+            spans = row.owned.get(k, ()) if is_own else everywhere
+            # of two that are shown elsewhere one might be left out, and its text be the other's
+            if (is_own or role not in apart) and any(text.find(framed, *span) >= 0 for span in spans):
+                apart |= set() if is_own else {role}
+                break
+        else:
             return False
-        seen.add(key)
     return True
 
 
 def _require_roles(row: _Row, marked: Marked) -> None:
-    """Raises RowError `role` where a message that says something left no text."""
+    """Raises RowError `role` where a message that says something left no text of its own."""
+    text = row.trace.text
+    turns = sorted({0, len(text), *(at for start, end, _ in row.trace.owners for at in (start, end))})
+    marks = sorted({at for found in marked.places.values() for at in found})
     for k, message in enumerate(row.messages):
-        pair = marked.of.get((k, "text"))
-        if k in row.owned or message.get("role") == "assistant":
+        role, said = message["role"], content_text(message).strip()
+        if role == "assistant" or not said:
             continue
-        role = str(message.get("role"))
-        said = content_text(message).strip()
-        if not (pair[0] in marked.places if pair else k in marked.shown or said in row.trace.text):
+        pair = marked.of.get((k, "text"))
+        is_shown = bool(marked.places.keys() & set(pair)) if pair else k in marked.shown or said in text
+        if not is_shown:
             raise RowError("role", f"the template leaves out {role} messages; --role-map {role}=… renames a role")
-        if pair:
-            row.roles.add((role, k == 0))
+        place = marked.find(k, "text", [(0, len(text))])
+        if place and text[slice(*place)] == said:
+            _remember_frame(row, k, place, turns, marks)
+
+
+def _remember_frame(row: _Row, k: int, place: Span, turns: Sequence[int], marks: Sequence[int]) -> None:
+    """Keep what stands around message k's text at `place`, up to the edges of its turn and to other messages' texts."""
+    text, (start, end) = row.trace.text, place
+    is_own = any(low <= start and end <= high for low, high in row.owned.get(k, ()))
+    before, after = bisect_left(marks, start), bisect_right(marks, end)
+    low = max(start - _FRAME_WIDTH, turns[bisect_right(turns, start) - 1], *marks[max(0, before - 1) : before])
+    high = min(end + _FRAME_WIDTH, turns[bisect_left(turns, end)], *marks[after : after + 1])
+    frame = is_own, text[low:start], text[end:high]
+    known = row.frames.setdefault(row.messages[k]["role"], [])
+    if (is_own or all(frame[1:])) and frame not in known and len(known) < _FRAMES_KEPT:
+        known.append(frame)
 
 
 def _around_pieces(k: int, pieces: Pieces, turn: Turn, marked: Marked) -> list[Span]:

@@ -40,6 +40,8 @@ class ChatTemplate:
     `special_contents`: of those with `special` true; `date`: YYYY-MM-DD for templates that ask the clock;
     `arguments`: template arguments that hold for every row and win over the row's own.
     Raises UsageError where there is no template, it cannot be compiled, or it asks the clock and has no date.
+
+    `shows_responses`: it may write what tools said into the turn that called them (Gemma 4).
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ChatTemplate:
         self._memory: dict[tuple[str, str], Any] = {}
         self._last_key: tuple[Mapping[str, Any] | None, str] = None, ""
         self._sandbox = Sandbox(source, date, self.special_tokens)
+        self.shows_responses = "tool_responses" in source
         self._check_clock()
         self.as_parts = self._learn_parts()
         self._own_prompt = self._split_prompt(self._find_prompt(self.arguments))

@@ -37,6 +37,7 @@ _FILES: Final = (
     *("chat_template*", "additional_chat_templates/*"),
 )
 _NAMES_OF_ONE: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 def load_tokenizer(config: RunConfig) -> TokenizerSpec:
@@ -46,16 +47,20 @@ def load_tokenizer(config: RunConfig) -> TokenizerSpec:
     """
     if not config.tokenizer:
         raise UsageError("--tokenizer is needed: a hub name, a folder, or builtin:qwen3.6")
-    spec = load_named(config.tokenizer, config.revision, trust_remote_code=config.trust_remote_code)
-    if config.chat_template is None:
-        return spec
-    return replace(spec, chat_template=_read_template(config.chat_template))
+    template = None if config.chat_template is None else _read_template(config.chat_template)
+    return load_named(config.tokenizer, config.revision, template, trust_remote_code=config.trust_remote_code)
 
 
-def load_named(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> TokenizerSpec:
-    """The tokenizer of that name as it comes. Raises UsageError as `load_tokenizer` does."""
+def load_named(
+    name: str, revision: str | None = None, template: str | None = None, *, trust_remote_code: bool = False
+) -> TokenizerSpec:
+    """The tokenizer of that name, with the chat template that it comes with unless another is given.
+
+    Raises UsageError as `load_tokenizer` does.
+    """
     if name.startswith(PREFIX):
-        return builtin_spec(name)
+        spec = builtin_spec(name)
+        return spec if template is None else replace(spec, chat_template=template)
     with _quiet():
         folder = Path(name).expanduser()
         commit = None
@@ -65,7 +70,10 @@ def load_named(name: str, revision: str | None = None, *, trust_remote_code: boo
             folder, commit = _fetch(name, revision, trust_remote_code=trust_remote_code)
         elif revision is not None:
             raise UsageError(f"--revision {revision!r} is for hub names; --tokenizer {name!r} is a folder")
-        return _spec(name, commit, _load_folder(name, folder, trust_remote_code=trust_remote_code))
+        tokenizer = _load_folder(name, folder, trust_remote_code=trust_remote_code)
+        if template is None:
+            template = _template(name, tokenizer.chat_template)
+        return _spec(name, commit, tokenizer, template)
 
 
 def _read_template(path: str) -> str:
@@ -174,10 +182,15 @@ def _load_folder(name: str, folder: Path, *, trust_remote_code: bool) -> Any:
     raise UsageError(f"--tokenizer {name!r} cannot be loaded: {_brief(found)}") from found
 
 
-def _spec(name: str, revision: str | None, tokenizer: Any) -> TokenizerSpec:
+def _spec(name: str, revision: str | None, tokenizer: Any, template: str | None) -> TokenizerSpec:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
         raise UsageError(f"--tokenizer {name!r} has no fast form (tokenizer.json), which etl needs")
+    if getattr(tokenizer, "split_special_tokens", False):
+        raise UsageError(
+            f"--tokenizer {name!r} says split_special_tokens in its tokenizer_config.json: the chat template's own "
+            "tokens would be encoded as text; take it out, or use --control-tokens literal for what messages type"
+        )
     backend.no_truncation()
     backend.no_padding()
     text: str = backend.to_str()
@@ -185,7 +198,7 @@ def _spec(name: str, revision: str | None, tokenizer: Any) -> TokenizerSpec:
         name=name,
         revision=revision,
         backend_json=text,
-        chat_template=_template(name, tokenizer.chat_template),
+        chat_template=template,
         special_tokens={key: str(v) for key, v in tokenizer.special_tokens_map.items() if not isinstance(v, list)},
         sha256=hashlib.sha256(text.encode()).hexdigest(),
     )
@@ -199,7 +212,24 @@ def _template(name: str, found: str | dict[str, str] | None) -> str | None:
             f"--tokenizer {name!r} has several chat templates ({', '.join(sorted(found))}) and no default: "
             "save the one you mean to a file and give it with --chat-template"
         )
-    return found["default"]
+    if "tool_use" not in found:
+        return found["default"]
+    default, tool_use = found["default"], found["tool_use"]
+    if bool(_GENERATION.search(default)) != bool(_GENERATION.search(tool_use)):
+        raise UsageError(
+            f"--tokenizer {name!r} has a chat template for rows with tools and one for others, of which one alone "
+            "marks what is generated: save the one you mean to a file and give it with --chat-template"
+        )
+    return _by_tools(default, tool_use)
+
+
+def _by_tools(default: str, tool_use: str) -> str:
+    """The two templates as one that chooses as transformers does: by whether the row has tools.
+
+    The line break that each begins behind is not rendered; the empty expression behind it keeps its last blanks.
+    """
+    first, second = ("\n" + source.removesuffix("\n") + "{{ '' }}" for source in (tool_use, default))
+    return f"{{% if tools is not none %}}{first}{{% else %}}{second}{{% endif %}}"
 
 
 def _attempt(work: Callable[[], T]) -> T | Exception:

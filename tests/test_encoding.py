@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import subprocess
 import sys
 import unicodedata
@@ -333,6 +334,70 @@ def test_a_tag_that_is_not_special_keeps_its_id_beside_a_literal_one(encoder: En
     assert IM_END not in ids
 
 
+_BLANKS_MARKED: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_SPLITTERS: dict[str, tuple[Any, Any]] = {
+    "bytes": (None, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}),
+    "bytes behind a blank": (
+        None,
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    ),
+    "nfc": (
+        {"type": "NFC"},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ),
+    "prepended": (
+        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _BLANKS_MARKED]},
+        None,
+    ),
+    **{
+        f"words {scheme}": (
+            None,
+            {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False},
+        )
+        for scheme in ("first", "always", "never")
+    },
+}
+
+
+def worded(splitter: str, typed: bool = True, **flags: bool) -> str:
+    """The JSON of a tokenizer of single characters and a few words; `<x>` is a control token of it if `typed`.
+
+    `flags`: those of the template's own token, `<t>`.
+    """
+    normalizer, pre_tokenizer = _SPLITTERS[splitter]
+    letters = {*tokenizers.pre_tokenizers.ByteLevel.alphabet(), *"▁ <>xtaéb\u0301\n"}
+    vocab = {letter: i for i, letter in enumerate(sorted(letters))}
+    merges = [("▁", "a"), ("▁a", "b"), ("a", "b"), ("Ġ", "a"), ("Ġa", "b"), ("<", "x")]
+    for left, right in merges:
+        vocab.setdefault(left + right, len(vocab))
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{**plain, **flags, "id": len(vocab), "content": "<t>"}]
+    added += [{**plain, "id": len(vocab) + 1, "content": "<x>"}] * typed
+    model = {"type": "BPE", "vocab": vocab, "merges": merges, "byte_fallback": False}
+    whole = {"added_tokens": added, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "model": model}
+    return json.dumps({"version": "1.0", **whole})
+
+
+@pytest.mark.parametrize("splitter", _SPLITTERS)
+@pytest.mark.parametrize("flags", [{}, {"rstrip": True}, {"lstrip": True}, {"special": False}, {"normalized": True}])
+def test_a_literal_control_token_is_what_it_is_to_a_tokenizer_that_does_not_know_it(
+    splitter: str, flags: dict[str, bool]
+) -> None:
+    found = Encoder(spec_of(worded(splitter, **flags)), "transformers")
+    innocent = load_plain(worded(splitter, typed=False, **flags))
+    texts = ("<x>", "ab <x> ab", "<t>ab<x><x><t> <x> <t>ab ab", "ab <t> ab<t> a<x>b <t> ab<t>", "<t><x> a<t> <t>ab")
+    for text in texts:
+        literal = tuple(match.span() for match in re.finditer("<x>", text))
+        encoded = found.encode([Rendered(text, ((0, len(text)),), literal=literal)])
+        if encoded.failed:  # its own token is looked for when the text is another already
+            assert flags == {"normalized": True}
+            assert _SPLITTERS[splitter][0] is not None
+            assert "<t>" in text
+        else:
+            assert encoded.ids.tolist() == innocent.encode(text, add_special_tokens=False).ids, text
+            assert encoded.mask.all()
+
+
 # ── the engines ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -399,6 +464,24 @@ def test_a_tokenizer_without_fixed_lengths_takes_the_references_offsets(small: T
     spec = changed(small, fold_case)
     rows = [rendered("user: ẞIR! reply: İch WEISS<|im_end|>\n", "İch WEISS<|im_end|>")]
     assert disagreements(Encoder(spec), load_plain(spec.backend_json), rows) == []
+
+
+@pytest.mark.parametrize("splitter", _SPLITTERS)
+def test_the_tokens_of_the_last_turn_are_counted_with_fixed_lengths_or_without(splitter: str) -> None:
+    backend = worded(splitter)
+    text = "ab<t>ab ab<t>\nab ab<t>"
+    item = Rendered(text, ((5, 13), (14, 22)), last_turn=(14, 22))
+    encoded = Encoder(spec_of(backend), "transformers").encode([rendered("ab<t>", "ab"), item, rendered("ab", "ab")])
+    ends = [end for _, end in load_plain(backend).encode(text, add_special_tokens=False).offsets]
+    assert encoded.last_turn_tokens == {1: sum(end > text.index("\n") + 1 for end in ends)}
+
+
+def test_a_blank_before_each_stretch_does_not_pass_for_one_that_a_token_took_in() -> None:
+    text = "<t>\n\nab<t>\n\nab<t>\n\n"
+    for splitter in ("bytes", "bytes behind a blank"):
+        backend = worded(splitter, rstrip=True)
+        rows = [Rendered(text, ((5, 10),)), Rendered(text, ((12, 17),))]
+        assert disagreements(Encoder(spec_of(backend), "transformers"), load_plain(backend), rows) == []
 
 
 def test_a_difference_between_the_engines_is_counted_and_the_reference_puts_it_right(small: TokenizerSpec) -> None:

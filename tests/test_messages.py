@@ -147,6 +147,7 @@ SPELLINGS = [
     assistant("<think>\nR\n</think>\n\nok"),
     assistant("<think>R</think>ok"),
     assistant(" \n<think>\nR\n</think>\nok"),
+    assistant("\u00a0\u3000\u2028\x85\x1c<think>\nR\n</think>\nok"),
     assistant("<think>\r\nR\r\n</think>\r\n\r\nok"),
     assistant([{"type": "text", "text": "<think>\nR\n</think>"}, {"type": "text", "text": "\n\nok"}]),
 ]

@@ -351,6 +351,60 @@ def test_a_role_that_leaves_no_text_rejects_the_row(qwen3: ChatTemplate) -> None
     assert "system\nD<|im_end|>" in show(qwen3, messages, role_map={"developer": "system"})
 
 
+DEVELOPER: Message = {"role": "developer", "content": "Always answer in French."}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [DEVELOPER, USER, say("Salut")],
+        [{"role": "developer", "content": "TURN"}, USER, say("Salut")],  # as the scaffold of the turn says anyway
+        [USER, result("18 °C"), say("Salut")],
+    ],
+)
+@pytest.mark.parametrize("name", ["cohere2", "cohere2_training"])
+def test_a_turn_without_the_messages_own_text_is_a_lost_role(
+    material: Path, name: str, messages: list[Message]
+) -> None:
+    template = load_template(material, name)
+    for _ in range(2):
+        with pytest.raises(RowError, match="leaves out") as error:
+            show(template, messages)
+        assert error.value.reason == "role"
+        show(template, [{"role": "system", "content": "S"}, USER, say("a"), ask("b"), say("c")])  # all is known now
+
+
+# Mistral's way: a user message at the end prints the system text, so that a reply at the end loses it.
+LATE_SYSTEM = (
+    "{%- set system = messages[0].content if messages[0].role == 'system' else none %}{{- bos_token }}"
+    "{%- for m in messages[1 if system else 0:] %}{%- if m.role == 'user' %}[INST] "
+    "{%- if loop.last and system %}{{ system }}\n\n{% endif %}{{ m.content }}[/INST]"
+    "{%- else %} {{ m.content }}</s>{%- endif %}{%- endfor %}"
+)
+
+
+def test_a_lost_text_is_not_taken_for_one_that_another_message_says() -> None:
+    kept = [{"role": "system", "content": "Be brief."}, USER, say("r"), ask("last")]
+    lost = [{"role": "system", "content": "Translate"}, ask("Translate: chat"), say("cat")]
+    plain = [USER, say("r")]
+    template = make_template(LATE_SYSTEM)
+    for messages in (kept, plain, kept, plain):
+        assert "[[ r</s>]]" in show(template, messages)
+        with pytest.raises(RowError, match="leaves out system"):
+            show(template, lost)
+
+
+def test_what_tools_said_is_not_taken_out_of_the_turn_that_called_them(material: Path) -> None:
+    told = [{"name": "f", "response": {"value": "SECRET"}}]
+    messages = [USER, say("done", tool_calls=[call()], tool_responses=told)]
+    for name in ("gemma4", "gemma4_v2", "gemma4_v5", "diffusion_gemma"):
+        with pytest.raises(RowError, match=r"messages\[1\].tool_responses: .* role tool"):
+            show(load_template(material, name), messages)
+    shown = show(load_template(material, "qwen3_6"), messages)  # it renders no such thing
+    assert "SECRET" not in shown
+    assert show(load_template(material, "gemma4"), [USER, say("done", tool_responses=[])]).count("done") == 1
+
+
 def test_a_system_message_rendered_before_the_loop_is_no_lost_role(qwen3: ChatTemplate) -> None:
     for text in ("S", "T"):
         assert show(qwen3, [{"role": "system", "content": text}, USER, say("ok")]).startswith(
@@ -392,6 +446,13 @@ def test_the_prompts_part_of_the_last_turn_is_left_out_of_the_drift(qwen: ChatTe
     assert last([USER, say("ok")]) == "ok<|im_end|>"
     assert last([USER, say("ok")], chat_template_kwargs={"enable_thinking": False}) == "ok<|im_end|>"
     assert last([USER, say("ok", train=False)]) is None
+
+
+def test_an_earlier_turn_is_not_what_was_recorded_of_a_dropped_one(material: Path) -> None:
+    template = load_template(material, "llama3")
+    rendered = render_row(template, [USER, say("one"), USER, say("two", "because")])
+    assert rendered.counts["dropped_reasoning_turns"] == 1
+    assert rendered.last_turn is None
 
 
 def test_private_use_characters_in_a_row_do_not_disturb(qwen: ChatTemplate) -> None:

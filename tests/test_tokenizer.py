@@ -21,6 +21,7 @@ from etl.config import RunConfig
 from etl.encoding import Encoder
 from etl.errors import UsageError
 from etl.records import Rendered, TokenizerSpec
+from etl.template import ChatTemplate
 from etl.tokenizer import load_named, load_tokenizer
 from tests.hub import Files, Hub, Repository, start_hub
 from tests.texts import HOSTILE, hostile_texts
@@ -107,13 +108,63 @@ def test_a_tokenizer_without_a_template_is_loaded_all_the_same(tmp_path: Path) -
     assert load_named(str(write(tmp_path / "tiny", tiny_files(template=None)))).chat_template is None
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
-    several = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
+def with_config(folder: Path, **entries: Any) -> str:
+    """A tiny tokenizer with these entries in its tokenizer_config.json."""
     files = dict(tiny_files())
-    files["tokenizer_config.json"] = json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": several}
-    ).encode()
-    assert load_named(str(write(tmp_path / "tiny", files))).chat_template == "D"
+    said = {**json.loads(files["tokenizer_config.json"]), **entries}
+    files["tokenizer_config.json"] = json.dumps(said).encode()
+    return str(write(folder, files))
+
+
+def several(**templates: str) -> list[dict[str, str]]:
+    return [{"name": name, "template": source} for name, source in templates.items()]
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    assert load_named(with_config(tmp_path / "t", chat_template=several(rag="R", default="D"))).chat_template == "D"
+
+
+# What may stand at a template's edges: blanks, line breaks, tags that take them away, comments.
+EDGES = (
+    "\n{% for m in messages %}\n[{{ m.content }}]\n{% endfor %}\n",
+    "  {# says #}\n {{- messages[0].content }}  \n\n",
+    "{%- set x = 1 -%}\n  {{ x }}\n  {%- if tools %}\n with{{ tools | length }}{% endif %}  ",
+    "{{- messages[0].content -}}\n",
+    " \n  {%- if true %}z{%- endif -%} \n",
+)
+
+
+@pytest.mark.parametrize("default", EDGES)
+def test_rows_with_tools_are_rendered_by_the_template_for_tool_use(tmp_path: Path, default: str) -> None:
+    import transformers
+
+    for i, tool_use in enumerate(EDGES):
+        folder = with_config(tmp_path / str(i), chat_template=several(default=default, tool_use=tool_use))
+        template = ChatTemplate.from_spec(load_named(folder), config(folder))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        messages = [{"role": "user", "content": "Hi"}]
+        for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+            assert template.text(messages, tools) == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+
+
+def test_templates_of_which_one_alone_marks_what_is_generated_need_a_choice(tmp_path: Path) -> None:
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    folder = with_config(tmp_path / "t", chat_template=several(default=TEMPLATE, tool_use=marked))
+    assert "give it with --chat-template" in refusal(folder)
+    (tmp_path / "own.jinja").write_text(marked)
+    assert load_tokenizer(config(folder, chat_template=str(tmp_path / "own.jinja"))).chat_template == marked
+
+
+def test_several_templates_without_a_default_serve_where_one_is_given(tmp_path: Path) -> None:
+    folder = with_config(tmp_path / "t", chat_template=several(rag="R", tool_use="T"))
+    assert "no default" in refusal(folder)
+    (tmp_path / "own.jinja").write_text("O")
+    assert load_tokenizer(config(folder, chat_template=str(tmp_path / "own.jinja"))).chat_template == "O"
+
+
+def test_a_tokenizer_that_splits_special_tokens_is_refused(tmp_path: Path) -> None:
+    assert "split_special_tokens" in refusal(with_config(tmp_path / "t", split_special_tokens=True))
+    assert load_named(with_config(tmp_path / "u", split_special_tokens=False)).chat_template == TEMPLATE
 
 
 def refusal(tokenizer: str | None, **options: Any) -> str:

@@ -47,7 +47,7 @@ from distributed import (
     secede,
 )
 from distributed.client import ClosedClientError
-from distributed.comm import CommClosedError
+from distributed.comm import CommClosedError, parse_address, parse_host_port
 from distributed.metrics import context_meter
 from distributed.security import Security
 from distributed.system import MEMORY_LIMIT
@@ -314,12 +314,14 @@ def _turn(kit: Kit) -> AbstractContextManager[Any]:
 
 
 def check_startable(config: RunConfig) -> None:
-    """Raise UsageError where a LocalCluster's processes could not start: a script without a main guard, too few files.
-
-    A worker process imports the script that started it, and would start the run again.
+    """Raise UsageError where no cluster could be had: no scheduler answers, a dashboard's address that is none; for
+    processes of our own too few files, or a script without a main guard, which each worker would import and start.
     """
     if config.scheduler is not None:
+        _find_scheduler(config.scheduler)
         return
+    if not config.no_dashboard:
+        _split_address(config.dashboard_address)
     _raise_file_limit(worker_count(config))
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
@@ -328,6 +330,17 @@ def check_startable(config: RunConfig) -> None:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if "__name__" not in Path(path).read_text():
             raise UsageError(f"{path}: put what starts the run under: if __name__ == '__main__':")
+
+
+def _find_scheduler(url: str) -> None:
+    try:
+        scheme, place = parse_address(url)
+        if scheme == "tls" and Security().get_connection_args("client")["ssl_context"] is None:
+            raise UsageError(f"--scheduler {url}: TLS needs certificates; name them under distributed.comm.tls of Dask")
+        if scheme in {"tcp", "tls"}:
+            socket.create_connection(parse_host_port(place), timeout=5).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise UsageError(f"--scheduler {url}: no Dask scheduler answers there ({type(error).__name__})") from error
 
 
 def _raise_file_limit(workers: int) -> None:
@@ -544,18 +557,30 @@ def memory_limit(config: RunConfig, workers: int) -> int:
     return max(2**30, int(MEMORY_LIMIT * 0.9 / workers))
 
 
-def _free_address(address: str) -> str:
-    """`address`, or its host with a free port where another process holds the one asked for."""
+def _split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     host = host or "127.0.0.1"
+    try:
+        socket.getaddrinfo(host, int(port))
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--dashboard-address {address!r} is not HOST:PORT") from error
+    if int(port) > _LAST_PORT:
+        raise UsageError(f"--dashboard-address {address!r}: ports end at {_LAST_PORT}")
+    return host, int(port)
+
+
+_LAST_PORT: Final = 2**16 - 1
+
+
+def _free_address(address: str) -> str:
+    """`address`, or its host with a free port where another process holds the one asked for."""
+    host, port = _split_address(address)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, int(port)))
+            probe.bind((host, port))
         except OSError:
             return f"{host}:0"
-        except ValueError as error:
-            raise UsageError(f"--dashboard-address {address!r} is not HOST:PORT") from error
     return f"{host}:{port}"
 
 

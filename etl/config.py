@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from types import UnionType
 from typing import Any, Final
 
 from etl.errors import UsageError
@@ -46,6 +50,27 @@ _UNITS: Final = {"": 1, "b": 1} | {
     for unit, base in ((letter + "b", 1000), (letter + "ib", 1024))
 }
 _SECRET: Final = re.compile("key|secret|token|password", re.IGNORECASE)
+_NO_SECRETS: Final = frozenset({"SSEKMSKeyId", "BucketKeyEnabled"})
+"""Names of parameters of S3 requests that look like credentials and are none."""
+
+_TYPES: Final[Mapping[str, type | UnionType]] = {
+    "bool": bool,
+    "str": str,
+    "str | None": str | None,
+    "int": int,
+    "int | None": int | None,
+}
+_MEANT: Final = {
+    "bool": "true or false",
+    "str": "text",
+    "str | None": "text",
+    "int": "a whole number",
+    "int | None": "a whole number",
+    "Mapping[str, Any]": "names with values",
+    "Mapping[str, str]": "names with texts",
+    "Sequence[str]": "a list of texts",
+    "str | Sequence[str]": "a text or a list of them",
+}
 
 
 def parse_size(value: int | str, option: str) -> int:
@@ -53,8 +78,8 @@ def parse_size(value: int | str, option: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or isinstance(value, bool):
-        raise UsageError(f"{_flag(option)} {value!r} is not a size; write bytes, or e.g. 16MiB or 16MB")
-    return int(float(match[1]) * unit)
+        raise UsageError(f"{_flag(option)} {str(value)[:40]!r} is not a size; write bytes, or e.g. 16MiB or 16MB")
+    return int(Fraction(match[1]) * unit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,23 +146,20 @@ class RunConfig:
     layout: str = "default"
 
     def __post_init__(self) -> None:
-        inputs = (self.input,) if isinstance(self.input, str) else tuple(self.input)
-        if not inputs or not all(isinstance(url, str) and url for url in inputs):
+        for option in dataclasses.fields(self):
+            self._set(**{option.name: _read(option.name, str(option.type), getattr(self, option.name))})
+        if not self.input or not all(self.input):
             raise UsageError("name at least one INPUT, e.g. s3://bucket/completions/")
-        self._set(input=inputs, partition_bytes=parse_size(self.partition_bytes, "partition_bytes"))
+        self._set(partition_bytes=parse_size(self.partition_bytes, "partition_bytes"))
         if self.memory_limit is not None:
             self._set(memory_limit=parse_size(self.memory_limit, "memory_limit"))
-        self._set(keep=(self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r} is unknown; choose {', '.join(allowed)}")
-        for name in self.field:
-            if name not in FIELDS:
-                raise UsageError(f"--field {name} is read by no shape; choose {', '.join(FIELDS)}")
-        self._check_numbers()
-        self._check_secrets()
         if self.layout != "default":
             raise UsageError(f"--layout {self.layout}: not yet")
+        self._check_numbers()
+        self._check_values()
         if self.workers is not None and self.scheduler is not None:
             raise UsageError("--workers and --scheduler exclude each other: a running cluster has its own workers")
 
@@ -150,21 +172,31 @@ class RunConfig:
             ("read_concurrency", 1),
         ):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            if value is not None and value < least:
                 raise UsageError(f"{_flag(name)} {value!r} must be a whole number of at least {least}")
         for name in ("verify_share", "max_reject_share"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise UsageError(f"{_flag(name)} {value!r} must be a share between 0 and 1")
+
+    def _check_values(self) -> None:
+        for name in self.field:
+            if name not in FIELDS:
+                raise UsageError(f"--field {name} is read by no shape; choose {', '.join(FIELDS)}")
         if self.date is not None:
             try:
                 datetime.date.fromisoformat(self.date)
-            except (TypeError, ValueError) as error:
+            except ValueError as error:
                 raise UsageError(f"--date {self.date!r} is not a date; write YYYY-MM-DD") from error
-
-    def _check_secrets(self) -> None:
-        for name in self.storage_option:
-            if _SECRET.search(name):
+        for name, value in self.template_kwargs.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UsageError(
+                    f"the template argument {name} is no JSON value: {value!r}; put it in quotes"
+                ) from error
+        for name, value in self.storage_option.items():
+            if _SECRET.search(name) or _holds_secret(value):
                 raise UsageError(
                     f"--storage-option {name} looks like a credential and is refused; "
                     "give credentials the way AWS tools find them (environment, profile, role)"
@@ -177,7 +209,7 @@ class RunConfig:
     @property
     def inputs(self) -> tuple[str, ...]:
         """INPUT as a tuple, however it was written."""
-        return (self.input,) if isinstance(self.input, str) else tuple(self.input)
+        return tuple(self.input)
 
     @property
     def keep_fields(self) -> tuple[str, ...]:
@@ -193,6 +225,40 @@ class RunConfig:
     def template_kwargs(self) -> dict[str, Any]:
         """The template arguments given on the command line: `--chat-template-kwargs`, then each `--template-arg`."""
         return {**self.chat_template_kwargs, **self.template_arg}
+
+
+def _read(name: str, kind: str, value: Any) -> Any:
+    """The value of an option whose annotation is `kind`, in its one form. Raises UsageError on another type."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    elif type(value) is datetime.date:  # as YAML reads one
+        value = value.isoformat()
+    if kind.startswith("Mapping"):
+        value = {} if value is None else value  # as YAML reads a name with nothing behind it
+        fits = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+        if fits and (kind == "Mapping[str, Any]" or all(isinstance(item, str) for item in value.values())):
+            return dict(value)
+    elif "Sequence" in kind:
+        value = () if value is None else (value,) if isinstance(value, str) else value
+        if isinstance(value, Sequence):
+            items = tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in value)
+            if all(isinstance(item, str) for item in items):
+                return items
+    elif kind not in _TYPES or (isinstance(value, _TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))):
+        return value
+    shown = "" if name == "storage_option" else f" {value!r}"
+    raise UsageError(f"{_flag(name)}{shown} must be {_MEANT[kind]}")
+
+
+def _holds_secret(value: Any) -> bool:
+    """Whether a storage option's value names a credential, or is a URL that carries one."""
+    if isinstance(value, Mapping):
+        return any(
+            (_SECRET.search(str(key)) and key not in _NO_SECRETS) or _holds_secret(item) for key, item in value.items()
+        )
+    if isinstance(value, list | tuple):
+        return any(map(_holds_secret, value))
+    return isinstance(value, str) and "://" in value and "@" in value
 
 
 def _flag(name: str) -> str:

@@ -13,6 +13,7 @@ All take positional arguments only, so that they survive pickling between proces
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -54,3 +55,11 @@ class RowError(EtlError):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
+
+
+def scrub(message: str) -> str:
+    """One line of at most 300 characters without anything that looks like a credential."""
+    line = " ".join(message.split())
+    line = re.sub(r"\b(AKIA|ASIA)[A-Z0-9]{8,}", "***", line)
+    line = re.sub(r"(?i)((?:signature|credential|token|secret|password|key)\s*[=:]\s*)\S+", r"\1***", line)
+    return re.sub(r"//[^\s@]+@", "//***@", line)[:300]

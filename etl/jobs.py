@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from etl import cluster, ledger
 from etl.config import RunConfig
-from etl.errors import EtlError, StorageError, UsageError
+from etl.errors import EtlError, ObjectChanged, StorageError, UsageError
 from etl.lease import Lease, hold
 from etl.ledger import Places
 from etl.pages import html_table
-from etl.partitions import cut_partitions
+from etl.partitions import COMPRESSED_NAME, cut_partitions
 from etl.pipeline import PackedKit
 from etl.records import Partition
 from etl.surveys import Survey, look_at_input, survey
@@ -76,8 +76,8 @@ class RunResult:
 class PlanResult:
     """What `plan` shows: `objects`, `bytes`, `partitions`, `partitions_done`, `passed_over` (URLs), `fingerprint`.
 
-    `workers` is None for a running cluster. `advised_bytes`: the partition size that gives every worker
-    PARTITIONS_A_WORKER, where the one asked for gives fewer.
+    `workers` is None for a running cluster. `leaves_idle`: a new plan gives a worker fewer than PARTITIONS_A_WORKER;
+    `advised_bytes`: the partition size that gives as many, where there is one.
     """
 
     objects: int
@@ -87,6 +87,7 @@ class PlanResult:
     passed_over: tuple[str, ...]
     fingerprint: str
     workers: int | None = None
+    leaves_idle: bool = False
     advised_bytes: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,6 +103,7 @@ def plan(config: RunConfig) -> PlanResult:
     """What `run` would read and pass over, how it is cut, and what is done; starts no cluster, writes nothing."""
     seen = survey(config)
     workers = None if config.scheduler else cluster.worker_count(config)
+    thin = workers if seen.before is None and len(seen.plan.partitions) < PARTITIONS_A_WORKER * (workers or 0) else None
     return PlanResult(
         objects=len(seen.listing.objects),
         bytes=sum(o.size for o in seen.listing.objects),
@@ -110,17 +112,18 @@ def plan(config: RunConfig) -> PlanResult:
         passed_over=seen.listing.passed_over,
         fingerprint=seen.plan.fingerprint,
         workers=workers,
-        advised_bytes=workers and _advised_bytes(seen, workers),
+        leaves_idle=thin is not None,
+        advised_bytes=thin and _advised_bytes(seen, thin),
     )
 
 
 def _advised_bytes(seen: Survey, workers: int) -> int | None:
     wanted, size = PARTITIONS_A_WORKER * workers, seen.config.partition_size
-    if len(seen.plan.partitions) >= wanted:
-        return None
+    # of the smaller objects, which nobody has looked into, the names must do
+    compressed = seen.listing.compressed | {o.url for o in seen.listing.objects if COMPRESSED_NAME.search(o.url)}
     while size > 1:
         size //= 2
-        partitions = cut_partitions(seen.listing.objects, size, "", seen.listing.compressed)
+        partitions = cut_partitions(seen.listing.objects, size, "", compressed)
         if len(partitions) >= wanted:
             return size
     return None
@@ -149,8 +152,8 @@ def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
         seen = survey(config)
         for note in seen.notes:
             watcher.say(note)
-        if not seen.todo and seen.finished and not seen.changed:
-            result = Books(seen).close()
+        if not seen.todo and seen.finished and not seen.changed and not Books(seen).total().exit_code:
+            result = Books(seen).total()
         else:
             result = _hold_and_run(seen, watcher, warm)
     result.seconds = round(time.monotonic() - started, 3)
@@ -227,6 +230,7 @@ class Books:
         self.places = seen.places
         self.receipts: dict[str, Mapping[str, Any]] = dict(seen.receipts)
         self.failed: dict[str, str] = {}
+        self.tries_again = True
         self.candidates = _total(self.receipts.values(), "candidates")
         self.rejected = _counted_rejects(self.receipts.values())
         self.retries = 0
@@ -258,6 +262,7 @@ class Books:
 
     def fail(self, partition: Partition, error: Exception) -> None:
         """A partition could not be done; the others go on."""
+        self.tries_again &= not isinstance(error, ObjectChanged)
         self.failed[partition.stem] = f"{partition.stem} ({partition.ranges[0].url}): {type(error).__name__}: {error}"
 
     def stop(self, exit_code: int, error: str) -> None:
@@ -278,7 +283,7 @@ class Books:
 
     def close(self) -> RunResult:
         """Judge the run; write SUCCESS if all is done and within the limits."""
-        if not self.stopped and (self.seen.todo or self.seen.changed or not self.seen.finished):
+        if not self.stopped:
             with self.ending():
                 self._write_verdict()
         return self.total()
@@ -289,7 +294,9 @@ class Books:
             self.stop(result.exit_code, result.error)
         # also of a run that ends with 1: its rejects are what is looked at next
         ledger.number_rejects(storage, self.places, plan, self.receipts)
-        if result.exit_code == 0:
+        if result.exit_code:
+            storage.delete([self.places.success])  # left by a run whose limits were others
+        else:
             ledger.write_success(storage, self.places, plan, result.as_dict() | {"counts": self._counts()})
 
     def _verdict(self) -> tuple[int, str | None]:
@@ -297,7 +304,8 @@ class Books:
             return self.stopped
         if self.failed:
             first = next(iter(self.failed.values()))
-            return 1, f"{len(self.failed)} partitions failed, the first {first}; the same command tries them again"
+            what_next = "; the same command tries them again" if self.tries_again else ""
+            return 1, f"{len(self.failed)} partitions failed, the first {first}{what_next}"
         if self.seen.config.on_error == "fail":
             for receipt in self.receipts.values():
                 if _counted_rejects([receipt]):

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.config import RunConfig
-from etl.errors import StorageError, UsageError
+from etl.errors import EtlError, StorageError, UsageError
 from etl.pipeline import Gate, Outcome
 from etl.records import ObjectRange, Partition, Reject
 from etl.storage import Storage, canonical_url
@@ -34,6 +34,22 @@ R = TypeVar("R")
 VERSION: Final = 1
 RAW_BYTES: Final = 2**20
 """The rejects of one line keep together this much of it: a line of 20,000 bad choices must not fill gigabytes."""
+
+
+COUNTS: Final = (
+    *("lines", "blank", "candidates", "rows", "rejected", "tokens", "loss_tokens"),
+    *("verified_rows", "mismatched_rows"),
+)
+"""The numbers of a receipt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong: `kind` is one of KINDS, `where` a URL, `detail` what was seen and what was meant."""
+
+    kind: str
+    where: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +102,7 @@ class Places:
 
     def is_passing(self, url: str) -> bool:
         """Whether a run may have left this beside its plan: the lease, a probe for conditional writes, its log."""
-        return url.startswith((self.lease, f"{self.ledger}/probe-", f"{self.ledger}/runs/"))
+        return url == self.lease or url.startswith((f"{self.ledger}/probe-", f"{self.ledger}/runs/"))
 
     def run(self, run_id: str) -> str:
         """OUTPUT/__etl/runs/<UTC>-<id>.json."""
@@ -226,6 +242,40 @@ def encode_json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
 
 
+def read_record(body: bytes, where: str) -> dict[str, Any] | Fault:
+    """A JSON object, or the fault that its bytes are."""
+    try:
+        record = json.loads(body)
+    except (ValueError, RecursionError):
+        kind = "edited" if body.rstrip().endswith(b"}") else "truncated"
+        return Fault(kind, where, f"its {len(body)} bytes are no JSON")
+    return record if isinstance(record, dict) else Fault("edited", where, "it is no JSON object")
+
+
+def read_receipt(body: bytes, where: str) -> dict[str, Any] | Fault:
+    """A receipt with every field of its type, or the first fault that keeps it from being one."""
+    record = read_record(body, where)
+    if isinstance(record, Fault):
+        return record
+    for name in COUNTS:
+        if not _is_count(record.get(name)):
+            return Fault("wrong_count", where, f"{name} is {record.get(name)!r}, not a whole number from 0 on")
+    for name in ("reasons", "counts"):
+        values = record.get(name)
+        if not isinstance(values, dict) or not all(map(_is_count, values.values())):
+            return Fault("wrong_count", where, f"{name} is {values!r}, not counts by name")
+    if not isinstance(record.get("engine"), str):
+        return Fault("edited", where, f"engine is {record.get('engine')!r}")
+    for name in ("part", "sha256"):
+        if name not in record or not isinstance(record[name], str | None):
+            return Fault("edited", where, f"{name} is {record.get(name)!r}")
+    return record
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 # --- the whole output, on the client -----------------------------------------------------------------------------
 
 
@@ -271,20 +321,42 @@ class Plan:
         """The plan from plan.json's bytes. Raises UsageError where they are no plan of this version."""
         try:
             record = json.loads(body)
-            partitions = tuple(
-                Partition(p["index"], p["identity"], tuple(ObjectRange(*r) for r in p["objects"]))
-                for p in record["partitions"]
-            )
-            version, fingerprint, settings = record["version"], record["fingerprint"], record["settings"]
-            inputs, passed_over = tuple(record["inputs"]), tuple(record["passed_over"])
-            largest_id, discards = record.get("largest_id"), tuple(record.get("discards", ()))
-        except (ValueError, KeyError, TypeError) as error:
+            partitions = tuple(map(_planned, record["partitions"]))
+            version, fingerprint, settings = record["version"], str(record["fingerprint"]), _settings(record)
+            inputs, passed_over = _texts(record["inputs"]), _texts(record["passed_over"])
+            discards = _texts(record.get("discards", []))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
-                f"{where} is not a plan that etl wrote ({type(error).__name__}); see --overwrite"
+                f"{where} is not a plan that etl wrote ({type(error).__name__}); restore it, or choose another OUTPUT"
             ) from error
         if version != VERSION:
             raise UsageError(f"{where} has version {version}, this etl writes {VERSION}; use the etl that wrote it")
-        return cls(fingerprint, settings, inputs, partitions, passed_over, largest_id, discards)
+        return cls(fingerprint, settings, inputs, partitions, passed_over, record.get("largest_id"), discards)
+
+
+def _planned(record: Any) -> Partition:
+    index, identity, objects = record["index"], record["identity"], record["objects"]
+    if type(index) is not int or type(identity) is not str or not objects:
+        raise TypeError("a partition")
+    for r in objects:
+        if [type(value) for value in r] != [str, str, int, int, int]:
+            raise TypeError("an object")
+    return Partition(index, identity, tuple(ObjectRange(*r) for r in objects))
+
+
+def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    settings = dict(record["settings"])
+    numbers = record.get("largest_id"), settings.get("max_length"), settings.get("min_loss_tokens")
+    if not all(isinstance(number, int | None) for number in numbers):
+        raise TypeError("a number")
+    _texts(settings.get("keep", []))
+    return settings
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise TypeError("a list of texts")
+    return tuple(values)
 
 
 def files_of(places: Places, stems: Iterable[str]) -> list[str]:
@@ -344,12 +416,26 @@ def read_receipts(storage: Storage, places: Places, plan: Plan) -> dict[str, dic
     stems = [p.stem for p in plan.partitions if places.receipt(p.stem) in sizes]
     with ThreadPoolExecutor(32) as pool:
         bodies = pool.map(storage.get, map(places.receipt, stems))
-    receipts = {stem: json.loads(body) for stem, body in zip(stems, bodies, strict=True) if body is not None}
+    receipts = {stem: read_receipt(body, stem) for stem, body in zip(stems, bodies, strict=True) if body is not None}
     return {
         stem: receipt
         for stem, receipt in receipts.items()
-        if receipt["part"] is None or sizes.get(places.part(stem)) == receipt["size"]
+        if not isinstance(receipt, Fault)  # made again
+        and (receipt["part"] is None or sizes.get(places.part(stem)) == receipt.get("size"))
+        and stem == _stem(receipt)
     }
+
+
+def _stem(receipt: Mapping[str, Any]) -> str:
+    index, identity = receipt.get("index"), receipt.get("identity")
+    return Partition(index, str(identity), ()).stem if type(index) is int else ""
+
+
+def is_finished(storage: Storage, places: Places, plan: Plan) -> bool:
+    """Whether SUCCESS is there, whole, and of this plan's options."""
+    body = storage.get(places.success)
+    record = None if body is None else read_record(body, places.success)
+    return isinstance(record, dict) and record.get("fingerprint") == plan.fingerprint
 
 
 def number_rejects(storage: Storage, places: Places, plan: Plan, receipts: Mapping[str, Mapping[str, Any]]) -> None:
@@ -364,7 +450,11 @@ def number_rejects(storage: Storage, places: Places, plan: Plan, receipts: Mappi
             continue
         if first.start > 0 and receipt["rejected"] and first.url not in uncounted:
             body = storage.get(places.rejects(partition.stem)) or b""
-            records = [json.loads(line) for line in body.splitlines()]
+            try:
+                records = [dict(json.loads(line)) for line in body.splitlines()]
+            except (ValueError, TypeError) as error:
+                url, receipt_url = places.rejects(partition.stem), places.receipt(partition.stem)
+                raise EtlError(f"{url} is damaged; delete it and {receipt_url}, then run again") from error
             if any("line_in_range" in record for record in records):
                 numbered = [_numbered(record, before[first.url]) for record in records]
                 storage.put(places.rejects(partition.stem), b"".join(map(encode_json, numbered)))

@@ -417,7 +417,8 @@ class _Gzip:
         return self._inflater.unused_data
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        while data:
+        out = b""
+        while data or len(out) == self._STEP:  # a full step: there may be more of what came in already
             before = self._inflater.copy()
             try:
                 out = self._inflater.decompress(data, self._STEP)
@@ -471,9 +472,12 @@ class _Bzip2:
         return self._decompressor.unused_data
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        yield self._decompressor.decompress(data, self._STEP)
-        while not self.eof and not self._decompressor.needs_input:
-            yield self._decompressor.decompress(b"", self._STEP)
+        out = self._decompressor.decompress(data, self._STEP)
+        yield out
+        # it asks for input while it still holds output
+        while not self.eof and (out or not self._decompressor.needs_input):
+            out = self._decompressor.decompress(b"", self._STEP)
+            yield out
 
 
 _DECODERS: Final[dict[str, Callable[[], _Decoder]]] = {"gz": _Gzip, "zst": _Zstd, "bz2": _Bzip2}

@@ -29,6 +29,7 @@ from etl.storage import Storage, canonical_url
 READABLE: Final = re.compile(r"\.(jsonl|ndjson|json)(\.(gz|zst|bz2))?\Z", re.IGNORECASE)
 """The endings of what is read under a folder."""
 
+COMPRESSED_NAME: Final = re.compile(r"\.(gz|zst|bz2)\Z", re.IGNORECASE)
 _XZ_NAME: Final = re.compile(r"\.xz\Z", re.IGNORECASE)
 _HEAD_BYTES: Final = 4096
 _LOOKS_AT_ONCE: Final = 32
@@ -149,6 +150,7 @@ def _find_input(storage: Storage, url: str) -> tuple[list[ObjectInfo], list[str]
         exact = storage.stat(url)
         if exact is not None:
             _refuse_xz([exact.url])
+            _refuse_unprintable([exact.url])
             return [ObjectInfo(exact.url, exact.size, exact.etag)], []
     folder = url if url.endswith("/") else url + "/"
     seen = list(storage.find(folder))

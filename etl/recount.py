@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from etl.contents import UNREADABLE, Contents, Expected, first_outside, read_contents
-from etl.ledger import VERSION, Places, Plan
+from etl.ledger import VERSION, Fault, Places, Plan, read_receipt
 from etl.records import ObjectRange, Partition
 from etl.storage import Storage
 
@@ -29,23 +29,8 @@ KINDS: Final = (
     "plan_mismatch",
 )
 
-COUNTS: Final = (
-    *("lines", "blank", "candidates", "rows", "rejected", "tokens", "loss_tokens"),
-    *("verified_rows", "mismatched_rows"),
-)
-"""The numbers of a receipt."""
-
 DECODERS: Final = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 """Many parts may be on their way, but only as many as there are cores are unpacked at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that is wrong: `kind` is one of KINDS, `where` a URL, `detail` what was seen and what was meant."""
-
-    kind: str
-    where: str
-    detail: str
 
 
 class Owners:
@@ -86,38 +71,6 @@ class Output:
     def get(self, url: str) -> bytes | None:
         """An object's bytes, None where it is not there."""
         return self.storage.get(url) if url in self.held else None
-
-
-def read_record(body: bytes, where: str) -> dict[str, Any] | Fault:
-    """A JSON object, or the fault that its bytes are."""
-    try:
-        record = json.loads(body)
-    except ValueError:
-        kind = "edited" if body.rstrip().endswith(b"}") else "truncated"
-        return Fault(kind, where, f"its {len(body)} bytes are no JSON")
-    return record if isinstance(record, dict) else Fault("edited", where, "it is no JSON object")
-
-
-def read_receipt(body: bytes, where: str) -> dict[str, Any] | Fault:
-    """A receipt with every field of its type, or the first fault that keeps it from being one."""
-    record = read_record(body, where)
-    if isinstance(record, Fault):
-        return record
-    for name in COUNTS:
-        if not _is_count(record.get(name)):
-            return Fault("wrong_count", where, f"{name} is {record.get(name)!r}, not a whole number from 0 on")
-    for name in ("reasons", "counts"):
-        values = record.get(name)
-        if not isinstance(values, dict) or not all(map(_is_count, values.values())):
-            return Fault("wrong_count", where, f"{name} is {values!r}, not counts by name")
-    for name in ("part", "sha256"):
-        if name not in record or not isinstance(record[name], str | None):
-            return Fault("edited", where, f"{name} is {record.get(name)!r}")
-    return record
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(slots=True)
@@ -292,7 +245,9 @@ def _inspect_rejects(output: Output, partition: Partition, finding: Finding) -> 
         records = [_reject(line) for line in (body or b"").splitlines()]
     except (ValueError, KeyError, TypeError):
         kind = "edited" if (body or b"").endswith(b"\n") else "truncated"
-        finding.add(kind, url, "one of its lines is no reject that etl wrote")
+        finding.add(
+            kind, url, f"one of its lines is no reject that etl wrote; delete it and {partition.stem}'s receipt"
+        )
         return None
     consistent = receipt["rejected"] == sum(receipt["reasons"].values())
     if consistent and receipt["candidates"] == receipt["rows"] + receipt["rejected"] != receipt["rows"] + len(records):
@@ -307,7 +262,10 @@ def _inspect_rejects(output: Output, partition: Partition, finding: Finding) -> 
 
 def _reject(line: bytes) -> tuple[tuple[str, int], str, int | None]:
     record = json.loads(line)
-    return (record["source"], record["offset"]), record["reason"], record["line"]
+    source, offset, reason, number = (record[name] for name in ("source", "offset", "reason", "line"))
+    if [type(source), type(offset), type(reason)] != [str, int, str] or not isinstance(number, int | None):
+        raise TypeError("of other types than a reject's")
+    return (source, offset), reason, number
 
 
 def count_faults(

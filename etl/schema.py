@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import pandas as pd
 import pyarrow as pa
+
+from etl.errors import UsageError
 
 COLUMNS: Final = (
     ("id", pa.string(), "first of `custom_id`, `id`, `uuid`, else `<source>@<source_offset>`; need not be unique"),
@@ -26,6 +29,14 @@ SCHEMA: Final = pa.schema([(name, kind) for name, kind, _ in COLUMNS])
 def output_schema(keep: tuple[str, ...] = ()) -> pa.Schema:
     """SCHEMA with one nullable string column for each field of `--keep`."""
     return pa.schema([*SCHEMA, *(pa.field(name, pa.string()) for name in keep)])
+
+
+def check_names(keep: Sequence[str]) -> None:
+    """Raise UsageError where a field of `--keep` would be a second column of its name."""
+    names = [*SCHEMA.names, *keep]
+    for name in keep:
+        if names.count(name) > 1:
+            raise UsageError(f"--keep {name} would be a second column of that name; leave it out")
 
 
 def empty_frame(schema: pa.Schema) -> pd.DataFrame:

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import uuid
+import zipfile
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ from botocore import exceptions as boto
 from botocore.config import Config
 
 from etl.config import RunConfig
-from etl.errors import ObjectChanged, StorageError, UsageError, WriteConflict
+from etl.errors import ObjectChanged, StorageError, UsageError, WriteConflict, scrub
 from etl.records import ObjectInfo
 
 T = TypeVar("T")
@@ -183,7 +184,10 @@ class Storage:
         """Raise UsageError where nothing can be written below the URL, as far as that shows without writing."""
         self.check_bucket(url)
         if _scheme(url) == "":
-            _check_local_folder(Path(url))
+            try:
+                _check_local_folder(Path(url))
+            except StorageError as error:
+                raise UsageError(str(error)) from error
 
     def supports_conditions(self, folder: str) -> bool:
         """Whether the store honours conditional writes, tried out on one object of its own below the folder."""
@@ -228,7 +232,7 @@ def canonical_url(text: str) -> str:
         absolute = os.path.abspath(path)  # noqa: PTH100 - links stay as they were named
         return absolute if absolute == "/" or not path.endswith("/") else absolute + "/"
     scheme, rest = match[1].lower(), text[match.end() :]
-    if "@" in rest.partition("/")[0]:
+    if _carries_credential(scheme, rest):
         raise UsageError(
             f"a {scheme}:// URL carries a credential and is refused; give credentials the way AWS tools find them"
         )
@@ -237,6 +241,17 @@ def canonical_url(text: str) -> str:
         if not rest.partition("/")[0]:
             raise UsageError(f"{text!r} names no bucket; write s3://bucket/folder/")
     return f"{scheme}://{rest}"
+
+
+def _carries_credential(scheme: str, rest: str) -> bool:
+    """Whether what follows the scheme has `user:secret@` before a host, slashes in it or not, or is a signed link."""
+    host = rest.partition("/")[0]
+    if "@" in host or ("@" in rest and ":" in host and scheme in {"s3", "s3a", "s3n"} and not host.startswith("arn:")):
+        return True
+    return scheme in {"http", "https"} and _SECRET_PARAMETER.search(rest) is not None
+
+
+_SECRET_PARAMETER: Final = re.compile(r"(?i)[?&](?:sig|[^=&]*(?:signature|token|secret|password|key)[^=&]*)=")
 
 
 def _scheme(url: str) -> str:
@@ -366,7 +381,8 @@ def _local_stat(url: str, seen: os.stat_result) -> ObjectStat:
 
 
 def _check_local_folder(folder: Path) -> None:
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    with _local_errors(str(folder), "write"):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         raise UsageError(f"{folder}: {existing} is a file, not a folder; choose another place")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -399,7 +415,8 @@ class _Other:
             for name, info in found.items():
                 url = folder + name[len(path.rstrip("/")) :].lstrip("/")  # as the user spells it; fsspec may not
                 if url.startswith(prefix):
-                    yield ObjectInfo(url, int(info.get("size") or 0), _other_etag(info))
+                    seen = info if info.get("size") is not None else fs.info(name)  # a web server's list tells none
+                    yield ObjectInfo(url, _other_size(url, seen), _other_etag(seen))
 
     def stat(self, url: str) -> ObjectStat | None:
         with _other_errors(url, "read"):
@@ -411,7 +428,7 @@ class _Other:
                 return None
             if info.get("type") == "directory":
                 return None
-            return ObjectStat(url, int(info.get("size") or 0), _other_etag(info), _other_time(info), time.time())
+            return ObjectStat(url, _other_size(url, info), _other_etag(info), _other_time(info), time.time())
 
     def read(self, url: str, start: int, end: int, etag: str) -> bytes:
         self._check_version(url, etag)
@@ -465,6 +482,13 @@ class _Other:
         return fs, path
 
 
+def _other_size(url: str, info: Mapping[str, Any]) -> int:
+    size = info.get("size")
+    if size is None:
+        raise StorageError(f"cannot read {url}: its server does not tell how large it is; download it first")
+    return int(size)
+
+
 def _other_etag(info: Mapping[str, Any]) -> str:
     named = info.get("ETag") or info.get("etag")
     return str(named).strip('"') if named else f"{info.get('size')}-{_other_time(info)}"
@@ -484,8 +508,8 @@ def _other_time(info: Mapping[str, Any]) -> float:
 def _other_errors(url: str, action: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
-        raise StorageError(f"cannot {action} {url}: {_scrub(str(error)) or type(error).__name__}") from error
+    except (OSError, ValueError, ImportError, zipfile.BadZipFile) as error:
+        raise StorageError(f"cannot {action} {url}: {scrub(str(error)) or type(error).__name__}") from error
 
 
 # --------------------------------------------------------------------------------------------------------------- S3
@@ -680,7 +704,8 @@ class _Connection:
         self._lock = threading.Lock()
         self._fs: Any = None
         shown = storage.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        self.endpoint = f" (endpoint {re.sub('//[^/]*@', '//', shown)})" if shown else ""
+        place = re.fullmatch(r"(https?://)(?:.*@)?([^/?#@]+)(?:[/?#][^@]*)?", shown or "")
+        self.endpoint = f" (endpoint {place[1]}{place[2]})" if place else ""
 
     def open(self) -> Any:
         with self._lock:
@@ -727,7 +752,9 @@ def _connection(storage: Storage) -> _Connection:
 
 
 _CLIENT_OPTIONS: Final = frozenset({"region_name", "api_version", "verify", "use_ssl"})
-_FILE_SYSTEM_OPTIONS: Final = frozenset({"requester_pays", "s3_additional_kwargs", "client_kwargs", "config_kwargs"})
+_TEXTS: Final = frozenset({"region_name", "api_version"})
+_NESTED: Final = frozenset({"s3_additional_kwargs", "client_kwargs", "config_kwargs"})
+_FILE_SYSTEM_OPTIONS: Final = frozenset({"requester_pays", *_NESTED})
 
 
 def _s3_arguments(storage: Storage) -> dict[str, Any]:
@@ -740,6 +767,10 @@ def _s3_arguments(storage: Storage) -> dict[str, Any]:
     }
     rest: dict[str, Any] = {}
     for name, value in storage.options.items():
+        if isinstance(value, Mapping) is not (name in _NESTED) and name in _FILE_SYSTEM_OPTIONS | _CLIENT_OPTIONS:
+            raise UsageError(f"--storage-option {name} must be {'an object' if name in _NESTED else 'one value'}")
+        if name in _TEXTS and not isinstance(value, str):
+            raise UsageError(f"--storage-option {name} must be text")
         if name in _CLIENT_OPTIONS:
             client[name] = value
         elif name in Config.OPTION_DEFAULTS:
@@ -764,11 +795,10 @@ def _s3_arguments(storage: Storage) -> dict[str, Any]:
 
 
 def _check_endpoint(url: str) -> None:
-    match = re.match(r"https?://([^/?#]+)", url)
-    if match is None:
-        raise UsageError(f"--endpoint-url {url!r} is no URL; write e.g. http://127.0.0.1:9000")
-    if "@" in match[1]:
+    if "@" in url:
         raise UsageError("--endpoint-url carries a credential and is refused; give it the way AWS tools find them")
+    if re.fullmatch(r"https?://[^/?#]+[^?#]*", url) is None:
+        raise UsageError(f"--endpoint-url {url.partition('?')[0]!r} is no URL; write e.g. http://127.0.0.1:9000")
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -905,7 +935,7 @@ def _from_reply(error: boto.ClientError) -> tuple[str, str]:
         return f"the store still asked to slow down at the {ATTEMPTS}th try ({code})", "use fewer --workers, or wait"
     if code in _CHECKSUM or re.search("checksum|x-amz-content-sha256|aws-chunked", message, re.IGNORECASE):
         return f"the store does not take the request's checksum ({code})", _WHEN_REQUIRED
-    return f"the store answered {code}: {_scrub(message)}", "see the store's documentation"
+    return f"the store answered {code}: {scrub(message)}", "see the store's documentation"
 
 
 def _from_client(error: Exception) -> tuple[str, str]:  # noqa: PLR0911 - a table, read from the top
@@ -919,23 +949,15 @@ def _from_client(error: Exception) -> tuple[str, str]:  # noqa: PLR0911 - a tabl
         case boto.ParamValidationError() if "bucket name" in str(error):
             return _SEEN["InvalidBucketName"]
         case boto.ProfileNotFound():
-            return _scrub(str(error)), "see ~/.aws/config, or choose another --profile"
+            return scrub(str(error)), "see ~/.aws/config, or choose another --profile"
         case boto.SSLError():
-            return f"TLS failed: {_scrub(str(error))}", "check the endpoint, or set AWS_CA_BUNDLE"
+            return f"TLS failed: {scrub(str(error))}", "check the endpoint, or set AWS_CA_BUNDLE"
         case boto.ConnectionError() | boto.HTTPClientError() | aiohttp.ClientError() | TimeoutError():
             return f"the endpoint cannot be reached ({type(error).__name__})", "check --endpoint-url and the network"
         case _ if type(error).__name__ == "FlexibleChecksumError":
             return "a reply's checksum does not fit it", "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required"
         case _:
-            return f"{type(error).__name__}: {_scrub(str(error))}", "check the URL and the storage options"
-
-
-def _scrub(message: str) -> str:
-    """One line of at most 300 characters without anything that looks like a credential."""
-    line = " ".join(message.split())
-    line = re.sub(r"\b(AKIA|ASIA)[A-Z0-9]{8,}", "***", line)
-    line = re.sub(r"(?i)((?:signature|credential|token|secret|password|key)\s*[=:]\s*)\S+", r"\1***", line)
-    return re.sub(r"//[^/\s@]+@", "//***@", line)[:300]
+            return f"{type(error).__name__}: {scrub(str(error))}", "check the URL and the storage options"
 
 
 def _changed(url: str, was: str, now: str) -> ObjectChanged:

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from etl.ledger import Places, Plan, map_in_order, open_output
+from etl.ledger import COUNTS, Fault, Places, Plan, map_in_order, open_output, read_receipt
 from etl.pages import counted, escape, html_fragment, html_page, html_section, html_table, number, printable
 from etl.records import LOW_TRAINED_SHARE, Partition
-from etl.recount import COUNTS, Fault, read_receipt
 from etl.storage import Storage
 
 EXAMPLES: Final = 3

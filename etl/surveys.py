@@ -14,6 +14,7 @@ from etl.fingerprint import difference, digest, settings
 from etl.ledger import Places, Plan
 from etl.partitions import Listing, append_partitions, check_apart, cut_partitions, find_objects
 from etl.records import Partition, TokenizerSpec
+from etl.schema import check_names
 from etl.storage import Storage, canonical_url
 from etl.template import ChatTemplate, probe
 from etl.tokenizer import load_tokenizer
@@ -57,6 +58,7 @@ def survey(config: RunConfig) -> Survey:
 
 def _survey(config: RunConfig, output: str) -> Survey:
     check_apart(config.inputs, output)
+    check_names(config.keep_fields)
     storage, places = Storage.from_config(config), Places(canonical_url(output))
     storage.check_writable(places.root)
     old = ledger.read_plan(storage, places)
@@ -69,12 +71,13 @@ def _survey(config: RunConfig, output: str) -> Survey:
     if old is not None and plan.discards:
         _check_foreign(storage, places, ledger.names_of(places, old))
     receipts = {} if old is None else ledger.read_receipts(storage, places, plan)
-    finished = storage.stat(places.success) is not None
+    finished = old is not None and ledger.is_finished(storage, places, old)
     return Survey(config, places, storage, spec, plan, old, receipts, listing, tuple(notes), finished=finished)
 
 
 def look_at_input(config: RunConfig) -> tuple[TokenizerSpec, tuple[Partition, ...]]:
     """INPUT, the tokenizer and the partitions of a run that has no OUTPUT. Raises UsageError as `survey` does."""
+    check_names(config.keep_fields)
     try:
         listing = find_objects(Storage.from_config(config), config.inputs, config.partition_size)
     except StorageError as error:
@@ -105,7 +108,8 @@ def _plan(old: Plan | None, listing: Listing, config: RunConfig, values: Mapping
         partitions = append_partitions(
             old.partitions, fresh, config.partition_size, old.fingerprint, listing.compressed
         )
-        return dataclasses.replace(old, partitions=tuple(partitions), passed_over=listing.passed_over)
+        inputs = tuple(dict.fromkeys((*old.inputs, *config.inputs))) if fresh else old.inputs
+        return dataclasses.replace(old, partitions=tuple(partitions), inputs=inputs, passed_over=listing.passed_over)
     if not config.overwrite:
         raise UsageError(f"OUTPUT {config.output} {changed}, or give --overwrite to write it anew")
     new = _new_plan(listing, config, values, largest_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from etl.config import CHOICES, RunConfig
 from etl.errors import EtlError, UsageError
+from etl.pages import printable
 from etl.records import LOW_TRAINED_SHARE
 from etl.watcher import Watcher
 
@@ -35,13 +37,20 @@ class Parser(argparse.ArgumentParser):
     """argparse, but a wrong usage is one line and an exception."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError instead of printing the whole usage."""
+        """Raise UsageError instead of printing the whole usage; what follows an unknown option may be a secret."""
+        start, unknown = message.partition("unrecognized arguments: ")[::2]
+        flags = [word.partition("=")[0] for word in unknown.split() if word.startswith("-")]
+        if flags:
+            message = f"{start}unrecognized arguments: {' '.join(flags)}"
         raise UsageError(f"{message}; see python -m {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code of the contract: 0, 1, 2 or 130."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a name may hold what the terminal's encoding has not
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in words
     with _interruptible():
         try:
@@ -75,7 +84,7 @@ def _dispatch(words: list[str]) -> int:
 def _explain(error: EtlError, *, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
-    print(f"etl: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"etl: {printable(' '.join(str(error).split()))}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -375,6 +384,9 @@ def _read_config_file(path: str) -> dict[str, Any]:
 
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:  # whose text quotes the line, which may hold a secret
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UsageError(f"--config {path}: {line}{error.problem}; write option: value lines") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {' '.join(str(error).split())}") from error
     known = {f.name for f in dataclasses.fields(RunConfig)}
@@ -390,7 +402,8 @@ def _pairs(name: str, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not key or not equals:
-            raise UsageError(f"--{name.replace('_', '-')} needs key=value, not {key!r}")
+            seen = "" if name == "storage_option" else f", not {key!r}"
+            raise UsageError(f"--{name.replace('_', '-')} needs key=value{seen}")
         pairs[key] = _json_or_text(value) if name in {"template_arg", "storage_option"} else value
     return pairs
 
@@ -502,5 +515,7 @@ def print_plan(found: Any) -> None:
         print(f"{found.partitions / found.workers:,.1f} partitions for each of {found.workers} workers")
     if found.advised_bytes:
         print(f"WARNING: fewer than 4 a worker leave some idle; --partition-bytes {found.advised_bytes} gives 4")
+    elif found.leaves_idle:
+        print("WARNING: fewer than 4 a worker leave some idle, and no size gives 4: compressed objects are never cut")
     for url in found.passed_over:
-        print(f"passed over: {url}")
+        print(f"passed over: {printable(url)}")

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 from etl.builtin import PREFIX, builtin_spec
 from etl.config import RunConfig
-from etl.errors import UsageError
+from etl.errors import UsageError, scrub
 from etl.records import TokenizerSpec
 
 T = TypeVar("T")
@@ -108,7 +108,9 @@ def _fetch(name: str, revision: str | None, *, trust_remote_code: bool) -> tuple
     cached = _cached(name, revision, patterns) if isinstance(found, Exception) else found
     if cached is None:
         offline = constants.HF_HUB_OFFLINE
-        seen = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} cannot be reached ({_brief(found)})"
+        seen = (
+            "HF_HUB_OFFLINE is set" if offline else f"{scrub(constants.ENDPOINT)} cannot be reached ({_brief(found)})"
+        )
         raise UsageError(f"--tokenizer {name!r} is not in the cache and {seen}; give a folder, or builtin:qwen3.6")
     return Path(cached), Path(cached).name
 
@@ -242,7 +244,7 @@ def _attempt(work: Callable[[], T]) -> T | Exception:
 
 def _brief(error: object) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200]
+    return scrub(lines[0] if lines else type(error).__name__)[:200]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import etl
 from etl.audit import CheckResult, check
 from etl.errors import UsageError
 from etl.ledger import map_in_order
-from etl.recount import COUNTS, Fault
+from etl.ledger import COUNTS, Fault
 from etl.tables import serialize
 from etl.terminal import main
 from tests.jobs import chat, jsonl, small_rows, upload

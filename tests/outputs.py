@@ -29,10 +29,15 @@ BYTES = 1000
 
 def make_output(folder: Path, objects: Mapping[str, bytes], *, partitions: int | None = None, **options: Any) -> Path:
     """An output of these objects; only the first `partitions` of it are done where that is given."""
-    source, output = folder / "in", folder / "out"
-    source.mkdir(parents=True, exist_ok=True)
+    (folder / "in").mkdir(parents=True, exist_ok=True)
     for name, body in objects.items():
-        (source / name).write_bytes(body)
+        (folder / "in" / name).write_bytes(body)
+    return go_on(folder, partitions=partitions, **options)
+
+
+def go_on(folder: Path, *, partitions: int | None = None, **options: Any) -> Path:
+    """The output of what lies in the folder, with whatever is done of it already."""
+    source, output = folder / "in", folder / "out"
     settings: dict[str, Any] = {
         "tokenizer": QWEN36,
         "partition_bytes": BYTES,

@@ -18,8 +18,7 @@ import pytest
 import etl
 from etl.audit import CheckResult, check
 from etl.errors import UsageError
-from etl.ledger import map_in_order
-from etl.ledger import COUNTS, Fault
+from etl.ledger import COUNTS, Fault, map_in_order
 from etl.tables import serialize
 from etl.terminal import main
 from tests.jobs import chat, jsonl, small_rows, upload
@@ -507,6 +506,35 @@ def test_a_plan_that_is_none_is_wrong_usage(hands: Hands) -> None:
     hands.plan.write_bytes(hands.plan.read_bytes()[:100])
     with pytest.raises(UsageError, match=r"plan.json is not a plan that etl wrote"):
         check(str(hands.output))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": None},
+        {"settings": {"keep": 5}},
+        {"settings": {"max_length": "x"}},
+        {"largest_id": "x"},
+        {"inputs": [1]},
+        {"partitions": 5},
+        {"partitions": [{"index": "0", "identity": "0" * 12, "objects": [["a", "b", 0, 1, 1]]}]},
+        {"partitions": [{"index": 0, "identity": "0" * 12, "objects": []}]},
+        {"partitions": [{"index": 0, "identity": "0" * 12, "objects": [["a", "b", 0, "1", 1]]}]},
+    ],
+)
+def test_a_plan_with_values_of_another_type_is_wrong_usage(hands: Hands, change: dict[str, Any]) -> None:
+    change_plan(hands, lambda plan: plan.update(change))
+    for look in (check, etl.report):
+        with pytest.raises(UsageError, match=r"plan.json is not a plan that etl wrote"):
+            look(str(hands.output))
+
+
+@pytest.mark.parametrize(("name", "value"), [("source", ["x"]), ("offset", {}), ("reason", []), ("line", "1")])
+def test_a_reject_with_a_value_of_another_type_is_an_edited_file(hands: Hands, name: str, value: object) -> None:
+    path = hands.rejects()
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+    path.write_text("".join(json.dumps({**record, name: value}) + "\n" for record in records))
+    assert ("edited", f"__etl/rejects/{path.name}") in found(hands)
 
 
 @pytest.mark.usefixtures("s3")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pandas as pd
 import polars as pl
@@ -21,6 +22,7 @@ from etl.schema import COLUMNS, SCHEMA
 from etl.storage import Storage
 from etl.surveys import Survey, survey
 from tests.jobs import chat, config, jsonl, small_rows, stored, upload, workers
+from tests.outputs import Hands, go_on, make_output, mixed_objects
 
 TORN = b'{"messages": [{"ro'
 
@@ -154,6 +156,28 @@ def test_what_is_missing_is_made_again_byte_for_byte(s3: Any, bucket: str, run: 
     assert result.partitions_done_before == (4 if lost == "SUCCESS" else 3)
 
 
+def test_a_damaged_receipt_or_success_is_made_again(tmp_path: Path) -> None:
+    whole = make_output(tmp_path / "whole", mixed_objects())
+    hands = Hands(whole)
+    before = {path: path.read_bytes() for path in (hands.receipt(2), hands.success)}
+    body = json.loads(before[hands.receipt(2)])
+    wrong: list[Any] = [[], None, {}, *({**body, name: "3"} for name in ("rows", "candidates", "index", "reasons"))]
+    wrong += [{**body, "engine": None}, {name: value for name, value in body.items() if name != "part"}]
+    damages = [
+        b"",
+        before[hands.receipt(2)][:100],
+        b"\xff\xfe",
+        b"[" * 99_999,
+        *(json.dumps(w).encode() for w in wrong),
+    ]
+    for damage in damages:
+        for path in before:
+            path.write_bytes(damage)
+        go_on(tmp_path / "whole")
+        assert json.loads(hands.receipt(2).read_bytes()) == {**body, "run": ANY}, damage
+        assert hands.success.read_bytes() == before[hands.success]
+
+
 def test_candidates_are_rows_and_rejects_in_every_partition_and_in_all(s3: Any, bucket: str, run: Any) -> None:
     bad: list[dict[str, Any]] = [{"messages": []}, {"messages": [{"role": "user", "content": "Hi"}]}, {"text": 1}]
     upload(s3, bucket, {f"{i}.jsonl": jsonl([*small_rows(3), *bad]) + TORN for i in range(3)})
@@ -179,6 +203,11 @@ def test_too_many_rejects_end_with_1_and_without_success_and_a_higher_limit_adds
     assert "__etl/SUCCESS" not in stored(strict.output).objects
     lenient = run(max_reject_share=0.1)
     assert (lenient.exit_code, lenient.partitions_done_before) == (0, 1)
+    assert "__etl/SUCCESS" in stored(strict.output).objects
+    for stricter in ({}, {"max_reject_share": 1, "on_error": "fail"}):
+        assert run(**stricter).exit_code == 1
+        assert "__etl/SUCCESS" not in stored(strict.output).objects
+        assert run(max_reject_share=0.1).exit_code == 0
     assert "__etl/SUCCESS" in stored(strict.output).objects
 
 

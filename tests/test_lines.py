@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import itertools
 import random
@@ -10,6 +11,7 @@ import re
 import threading
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.errors import ObjectChanged
-from etl.lines import RAW_BYTES, Batch, read_batches
+from etl.lines import _DECODERS, RAW_BYTES, Batch, _DamagedError, _decode, read_batches
 from etl.records import Line, ObjectRange, Partition, Reject
 from etl.storage import Storage
 
@@ -300,6 +302,32 @@ def test_a_torn_stream_gives_its_good_lines_and_one_reject_for_the_rest(kind: st
     assert words[len(found)].startswith(reject.raw)
     assert reject.size == len(reject.raw)
     assert counts(batches) == (len(found) + 1, 0, 1)
+
+
+@pytest.mark.parametrize(("kind", "step"), [("gz", 3), ("bz2", 1), ("zst", 2)])
+def test_wherever_a_stream_is_torn_all_that_came_in_before_comes_out(kind: str, step: int) -> None:
+    packed = PACKED[kind](b'{"a":1}\n' * 150_000)
+    for cut in range(12, len(packed), step):
+        out = 0
+        with contextlib.suppress(_DamagedError):
+            for piece in _decode(iter([packed[:cut]]), _DECODERS[kind], kind):
+                out += len(piece)
+        assert out >= _ALL_OF[kind](packed[:cut]), cut
+
+
+def _unpacked_bz2(packed: bytes) -> int:
+    decompressor = bz2.BZ2Decompressor()
+    size = len(decompressor.decompress(packed))
+    while more := len(decompressor.decompress(b"")):  # it gives up its output in pieces
+        size += more
+    return size
+
+
+_ALL_OF: dict[str, Callable[[bytes], int]] = {
+    "gz": lambda packed: len(zlib.decompressobj(31).decompress(packed)),
+    "bz2": _unpacked_bz2,
+    "zst": lambda packed: len(zstandard.ZstdDecompressor().decompressobj().decompress(packed)),
+}
 
 
 @pytest.mark.parametrize("kind", PACKED)

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import itertools
 import lzma
+import os
 import threading
 import tracemalloc
 from pathlib import Path
@@ -131,6 +132,15 @@ def test_xz_is_refused_by_name_and_by_content(tmp_path: Path) -> None:
     for place in ("named", "outright.xz", "disguised"):
         with pytest.raises(UsageError, match="xz"):
             find(tmp_path / place)
+
+
+def test_a_name_that_is_not_utf8_is_refused_under_a_folder_and_outright(tmp_path: Path) -> None:
+    path = os.path.join(os.fsencode(tmp_path), b"\xfe.jsonl")  # noqa: PTH118 - pathlib takes no bytes
+    with open(path, "wb") as file:  # noqa: PTH123
+        file.write(b"{}")
+    for url in (str(tmp_path), os.fsdecode(path)):
+        with pytest.raises(UsageError, match="is not UTF-8; rename it"):
+            find(url)
 
 
 def test_a_broken_link_is_passed_over_and_a_link_to_its_own_folder_ends(tmp_path: Path) -> None:

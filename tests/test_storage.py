@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import http.server
 import multiprocessing
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,6 +29,7 @@ import pytest
 from etl import storage as storage_module
 from etl.config import RunConfig
 from etl.errors import EtlError, ObjectChanged, StorageError, UsageError, WriteConflict
+from etl.partitions import find_objects
 from etl.storage import ATTEMPTS, Storage, canonical_url
 from tests.servers import SECRET_KEY, Proxy, S3Server, start_moto, start_proxy, start_seaweedfs
 
@@ -341,7 +345,15 @@ def test_building_a_storage_connects_nothing_and_pickles_no_secret(folder: str) 
     [
         ({"endpoint_url": "http://user:hunter2@host:9000"}, "carries a credential"),
         ({"endpoint_url": "host:9000"}, "is no URL"),
+        ({"endpoint_url": "user:hunter2@host:9000"}, "carries a credential"),
+        ({"endpoint_url": "http://user:hun/hunter2@host:9000"}, "carries a credential"),
+        ({"endpoint_url": "http://host:9000/?token=hunter2"}, "is no URL"),
         ({"storage_option": {"colour": "red"}}, "colour is unknown"),
+        ({"storage_option": {"client_kwargs": 5}}, "client_kwargs must be an object"),
+        ({"storage_option": {"region_name": 5}}, "region_name must be text"),
+        ({"storage_option": {"client_kwargs": {"aws_secret_access_key": "hunter2"}}}, "looks like a credential"),
+        ({"storage_option": {"s3_additional_kwargs": {"SSECustomerKey": "hunter2"}}}, "looks like a credential"),
+        ({"storage_option": {"proxies": {"http": "http://u:hunter2@host"}}}, "looks like a credential"),
     ],
 )
 def test_options_that_nothing_takes_are_refused(option: dict[str, Any], said: str) -> None:
@@ -350,10 +362,42 @@ def test_options_that_nothing_takes_are_refused(option: dict[str, Any], said: st
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_url_with_a_credential_is_refused_and_not_echoed() -> None:
+def test_the_name_of_a_key_that_the_store_keeps_is_no_credential() -> None:
+    kept = {"SSEKMSKeyId": "arn:aws:kms:…", "ServerSideEncryption": "aws:kms"}
+    Storage.from_config(RunConfig(input="x", storage_option={"s3_additional_kwargs": kept}))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIDEXAMPLE:hunter2@bucket/x",
+        "s3://AKIDEXAMPLE:sla/sh/hunter2@bucket/x",
+        "https://host/a.jsonl?X-Amz-Date=1&X-Amz-Signature=hunter2",
+        "https://host/a.jsonl?sig=hunter2",
+        "ftp://user:hunter2@host/x",
+    ],
+)
+def test_a_url_with_a_credential_is_refused_and_not_echoed(url: str) -> None:
     with pytest.raises(UsageError, match="carries a credential") as caught:
-        canonical_url("s3://AKIDEXAMPLE:hunter2@bucket/x")
+        canonical_url(url)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/a:b@c?sig=1", "s3://arn:aws:s3:r:1:accesspoint/p/x@y", "https://h/x?page=1"]
+)
+def test_signs_of_a_credential_in_a_key_are_a_keys(url: str) -> None:
+    assert canonical_url(url) == url
+
+
+@pytest.mark.parametrize("endpoint", ["u:hunter2@host:9", "http://u:h/hunter2@host:9", "http://host:9/?t=hunter2"])
+def test_an_endpoint_in_the_environment_is_told_without_its_credential(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    assert "hunter2" not in storage_module._Connection(Storage()).endpoint
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://u:pw@host:9000/base")
+    assert storage_module._Connection(Storage()).endpoint == " (endpoint http://host:9000)"
 
 
 # --------------------------------------------------------------------------------------------------------- endpoints
@@ -569,8 +613,31 @@ def test_a_local_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_name_that_no_disk_takes_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="File name too long"):
+        Storage().check_writable(str(tmp_path / ("x" * 300)))
+
+
 def test_an_unknown_kind_of_url_is_said() -> None:
     assert "nosuch" in str(failure(lambda: Storage().check_bucket("nosuch://x/y")))
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("url", ["/", "/*.jsonl"])
+def test_objects_whose_size_a_listing_does_not_tell_are_read_to_their_end(url: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{}\n")
+    serve = functools.partial(_Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_address[1]}"
+        [found] = find_objects(Storage(), [base + url], 1000).objects
+        assert (found.url, found.size) == (f"{base}/a.jsonl", 3)
+        assert Storage().read(found.url, 0, 3, found.etag) == b"{}\n"
+        server.shutdown()
 
 
 def test_an_fsspec_url_is_listed_under_its_own_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import re
 import signal
@@ -196,6 +197,138 @@ def test_an_unknown_name_in_a_config_file_is_refused(tmp_path: Path) -> None:
     path.write_text("input: a\noutput: b\ntokenizer: t\nworker: 8\n")
     with pytest.raises(UsageError, match="unknown option 'worker'"):
         parse_run(["--config", str(path)], "etl run")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('overwrite: "false"', "--overwrite 'false' must be true or false"),
+        ('no_train_end: "no"', "--no-train-end 'no' must be true or false"),
+        ("no_train_end:", "--no-train-end None must be true or false"),
+        ("anon: 1", "--anon 1 must be true or false"),
+        ("input: 5", "--input 5 must be a text or a list of them"),
+        ("input:", "name at least one INPUT"),
+        ("output: 5", "--output 5 must be text"),
+        ("chat_template: [a]", "--chat-template ['a'] must be text"),
+        ("dashboard_address: 8787", "--dashboard-address 8787 must be text"),
+        ("keep: [1]", "--keep [1] must be a list of texts"),
+        ("field: messages", "--field 'messages' must be names with texts"),
+        ("field: {messages: 5}", "must be names with texts"),
+        ("role_map: {5: system}", "must be names with texts"),
+        ("storage_option: hunter2", "--storage-option must be names with values"),
+        ("template_arg: {day: 2024-01-02}", "template argument day"),
+        ("min_loss_tokens:", "--min-loss-tokens None must be a whole number"),
+        ("workers: true", "--workers True must be a whole number"),
+        ("max_length: 1.5", "--max-length 1.5 must be a whole number"),
+        ('verify_share: "0.1"', "must be a share between 0 and 1"),
+        ("partition_bytes:", "--partition-bytes 'None' is not a size"),
+        (f"memory_limit: {'9' * 400}x", "is not a size"),
+        ("shape: [a]", "--shape ['a'] must be text"),
+        ("tokenizer: t: hunter2", "line 4: mapping values are not allowed here"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_by_name(tmp_path: Path, capsys: Any, line: str, says: str) -> None:
+    path, name = tmp_path / "run.yaml", line.partition(":")[0]
+    kept = [text for text in ("input: in", "output: out", "tokenizer: t") if not text.startswith(f"{name}:")]
+    path.write_text("\n".join(["no_dashboard: true", *kept, line]))
+    said = refusal(capsys, ["run", "--config", str(path)])
+    assert says in said
+    assert "hunter2" not in said
+
+
+def test_names_with_nothing_behind_them_are_as_if_left_out_and_a_date_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    empty = ("keep:", "field:", "role_map:", "template_arg:", "chat_template_kwargs:", "storage_option:", "workers:")
+    path.write_text("\n".join(["input: in", "output: out", "tokenizer: t", "date: 2026-01-02", *empty]))
+    config, _ = parse_run(["--config", str(path)], "etl run")
+    assert config == RunConfig(input="in", output="out", tokenizer="t", date="2026-01-02")
+
+
+def test_paths_of_pathlib_are_taken(tmp_path: Path) -> None:
+    given: Any = tmp_path
+    config = RunConfig(input=[given / "in"], output=given / "out", tokenizer=given)
+    assert (config.inputs, config.output, config.tokenizer) == (
+        (f"{tmp_path}/in",),
+        f"{tmp_path}/out",
+        str(tmp_path),
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--secret-key", "hunter2"],
+        ["--secret-key=hunter2"],
+        ["--storage-option", "secret:hunter2"],
+        ["--storage-option", "password=hunter2"],
+        ["--endpoint-url", "u:hunter2@host"],
+    ],
+)
+def test_what_may_be_a_secret_is_not_echoed(capsys: Any, more: list[str]) -> None:
+    said = refusal(capsys, ["plan", "in", "out", "--tokenizer", QWEN36, *more])
+    assert "hunter2" not in said
+    assert more[0].partition("=")[0] in said
+
+
+@pytest.mark.parametrize("keep", [["id"], ["loss_mask"], ["x", "x"]])
+def test_a_kept_field_that_would_be_a_second_column_is_refused(tmp_path: Path, capsys: Any, keep: list[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(jsonl(small_rows(1)))
+    more = [word for name in keep for word in ("--keep", name)]
+    for command in ("plan", "run"):
+        argv = [command, f"{tmp_path}/in", f"{tmp_path}/out", "--tokenizer", QWEN36, "--no-dashboard", *more]
+        assert f"--keep {keep[0]} would be a second column" in refusal(capsys, argv)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--dashboard-address", "x"], "is not HOST:PORT"),
+        (["--dashboard-address", "127.0.0.1:99999"], "ports end at 65535"),
+        (["--scheduler", "x"], "no Dask scheduler answers there"),
+        (["--scheduler", "tcp://127.0.0.1:1"], "no Dask scheduler answers there"),
+        (["--scheduler", "tls://127.0.0.1:1"], "TLS needs certificates"),
+    ],
+)
+def test_where_no_cluster_can_be_had_nothing_is_written(
+    tmp_path: Path, capsys: Any, more: list[str], says: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(small_rows(1)))
+    argv = ["run", f"{tmp_path}/a.jsonl", f"{tmp_path}/out", "--tokenizer", QWEN36, *more]
+    assert says in refusal(capsys, argv)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_are_shown_without_what_a_terminal_obeys(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(small_rows(1)))
+    (tmp_path / "\x1b[31mred.txt").write_bytes(b"")
+    assert main(["plan", str(tmp_path), f"{tmp_path}-out", "--tokenizer", QWEN36, "--workers", "1"]) == 0
+    assert r"\x1b[31mred.txt" in capsys.readouterr().out
+    assert r"\x1b[2J" in refusal(capsys, ["plan", f"{tmp_path}/\x1b[2J", f"{tmp_path}-out", "--tokenizer", QWEN36])
+
+
+@pytest.mark.parametrize(
+    ("objects", "says"),
+    [
+        ({"a.jsonl": b'{"text": "x"}\n' * 99}, r"--partition-bytes \d+ gives 4"),
+        ({f"{i}.jsonl.gz": gzip.compress(b'{"text": "x"}\n') for i in range(4)}, "no size gives 4"),
+        ({f"{i}.jsonl.gz": gzip.compress(b'{"text": "x"}\n') for i in range(8)}, r"--partition-bytes \d+ gives 4"),
+    ],
+)
+def test_plan_says_how_to_give_each_worker_four_partitions_or_that_it_cannot_be(
+    tmp_path: Path, capsys: Any, objects: dict[str, bytes], says: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name, body in objects.items():
+        (tmp_path / "in" / name).write_bytes(body)
+    argv = ["plan", f"{tmp_path}/in", f"{tmp_path}/out", "--tokenizer", QWEN36, "--workers", "2"]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    assert re.search(f"WARNING: fewer than 4 a worker leave some idle.*{says}", said)
+    if size := re.search(r"--partition-bytes \d+", said):
+        assert main([*argv, *size[0].split()]) == 0
+        assert "WARNING" not in capsys.readouterr().out
 
 
 def test_every_option_of_the_configuration_is_a_flag() -> None:

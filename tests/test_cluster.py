@@ -321,6 +321,7 @@ def test_ctrl_c_at_the_very_start_is_heard_by_the_command_alone(s3: Any, bucket:
     assert left_after(bucket, 20) == []
 
 
+@pytest.mark.long
 def test_an_interrupt_while_the_workers_begin_is_one_line_and_leaves_no_process(s3: Any, bucket: str) -> None:
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
     words = ["run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6"]
@@ -334,6 +335,7 @@ def test_an_interrupt_while_the_workers_begin_is_one_line_and_leaves_no_process(
     assert left_after(bucket, 20) == []
 
 
+@pytest.mark.long
 def test_workers_and_the_process_that_they_are_forked_from_do_not_hear_ctrl_c() -> None:
     # In a process of its own: here an earlier test has started multiprocessing's resource tracker.
     code = (

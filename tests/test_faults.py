@@ -142,7 +142,7 @@ def test_a_run_killed_in_the_middle_is_finished_by_the_same_command(
     s3: Any, bucket: str, proxy: Proxy, nearby: str
 ) -> None:
     whole = whole_run(s3, bucket, nearby, 10)
-    killed_at(50, bucket, proxy)
+    killed_at(40, bucket, proxy)
     assert "__etl/SUCCESS" not in lasting(f"s3://{bucket}/tokens")
     done = etl(*words(bucket, proxy), ETL_TEST_MARK=bucket)
     assert done.returncode == 0, done.stderr

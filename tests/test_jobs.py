@@ -161,7 +161,7 @@ def test_a_damaged_receipt_or_success_is_made_again(tmp_path: Path) -> None:
     hands = Hands(whole)
     before = {path: path.read_bytes() for path in (hands.receipt(2), hands.success)}
     body = json.loads(before[hands.receipt(2)])
-    wrong: list[Any] = [[], None, {}, *({**body, name: "3"} for name in ("rows", "candidates", "index", "reasons"))]
+    wrong: list[Any] = [[], None, {}, *({**body, name: "3"} for name in ("rows", "index", "reasons"))]
     wrong += [{**body, "engine": None}, {name: value for name, value in body.items() if name != "part"}]
     damages = [
         b"",

@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import UnionType
@@ -62,8 +62,8 @@ _TYPES: Final[Mapping[str, type | UnionType]] = {
 }
 _MEANT: Final = {
     "bool": "true or false",
-    "str": "text",
-    "str | None": "text",
+    "str": "text; in YAML, put it in quotes",
+    "str | None": "text; in YAML, put it in quotes",
     "int": "a whole number",
     "int | None": "a whole number",
     "Mapping[str, Any]": "names with values",
@@ -240,7 +240,7 @@ def _read(name: str, kind: str, value: Any) -> Any:
             return dict(value)
     elif "Sequence" in kind:
         value = () if value is None else (value,) if isinstance(value, str) else value
-        if isinstance(value, Sequence):
+        if isinstance(value, Iterable) and not isinstance(value, bytes | Mapping):
             items = tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in value)
             if all(isinstance(item, str) for item in items):
                 return items

@@ -167,8 +167,7 @@ def _conversations(
         shape=draft.shape,
     )
     if config.turns == "expand" and turns.trainable:
-        first, *others = [_up_to(whole, k, turns.last_assistant) for k in turns.trainable]
-        return [first, *(row._replace(counts={}) for row in others)]  # of the line, so that they add up
+        return [_up_to(whole, k, turns.last_assistant) for k in turns.trainable]
     # what the generator recorded is the length of the last reply: nothing to compare if that is not trained
     if whole.completion_tokens is not None and whole.trained[-1:] != (turns.last_assistant,):
         return [whole._replace(completion_tokens=None)]

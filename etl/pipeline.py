@@ -336,9 +336,12 @@ def _counts(rows: Sequence[_Row], items: Sequence[_Encodable], encoded: Encoded,
     rows that only the reference was trusted with.
     """
     found: Counter[str] = Counter(f"shape_{row.conversation.shape}" for row in rows)
+    counted: set[tuple[str, int, int]] = set()
     for row, item in zip(rows, items, strict=True):
-        if row.conversation.counts:
-            found.update(row.conversation.counts)
+        if row.conversation.counts:  # of a line, however many rows it becomes
+            whole = row.line.source, row.line.offset, row.conversation.choice
+            found.update(row.conversation.counts if whole not in counted else {})
+            counted.add(whole)
         if isinstance(item, Rendered) and item.counts:
             found.update(item.counts)
     if config.max_length is not None and config.over_length == "truncate":

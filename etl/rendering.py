@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -652,26 +652,43 @@ def _judge_control_tokens(row: _Row, marked: Marked, *, typed: bool) -> tuple[tu
 
 def _shows_every_role(row: _Row) -> bool:
     """Whether every message that says something is known to be in the text, without looking closely."""
-    text, frames, everywhere = row.trace.text, row.frames, ((0, len(row.trace.text)),)
-    apart: set[str] = set()
+    frames = row.frames
     for k, message in enumerate(row.messages):
         role = message["role"]
         said = "" if role == "assistant" else content_text(message).strip()
-        if not said:
-            continue
-        own = row.owned.get(k, ())
-        for is_own, before, after in frames.get(role, ()):
-            # of two that are shown elsewhere one might be left out, and its text be the other's
-            fits = is_own or role not in apart
-            if fits and _is_framed(text, own if is_own else everywhere, before, said, after):
-                apart |= set() if is_own else {role}
-                break
-        else:
+        if said and not any(_is_shown(row, k, said, frame) for frame in frames.get(role, ())):
             return False
     return True
 
 
-def _is_framed(text: str, spans: Sequence[Span], before: str, said: str, after: str) -> bool:
+def _is_shown(row: _Row, k: int, said: str, frame: _Frame) -> bool:
+    """Whether message k's text is in the frame: in its own stretch, or, of the first message alone, elsewhere.
+
+    Elsewhere it must not be what another message says there, which may begin alike.
+    """
+    is_own, before, after = frame
+    text = row.trace.text
+    if is_own:
+        spans: Sequence[Span] = row.owned.get(k, ())
+        if _find_framed(text, spans, before, said, after) is not None:
+            return True
+        spelled = _spell(said)
+        return spelled != said and _find_framed(text, spans, before, spelled, after) is not None
+    if k:
+        return False
+    at = _find_framed(text, ((0, len(text) if before else len(said) + len(after)),), before, said, after)
+    owner = next((of for start, end, of in row.trace.owners if start <= (at or 0) < end), None)
+    other = "" if owner is None else content_text(row.messages[owner]).strip()
+    return at is not None and not (other and text.startswith(other, at))
+
+
+def _spell(said: str) -> str:
+    """The text as a template writes it that writes JSON."""
+    return json.dumps(said, ensure_ascii=False)[1:-1]
+
+
+def _find_framed(text: str, spans: Sequence[Span], before: str, said: str, after: str) -> int | None:
+    """Where what is said begins, between the two, within a span."""
     # looking for the short text in front costs a fifth of looking for a long one (measured)
     first, rest = (before, said) if before else (said, "")
     for start, end in spans:
@@ -679,9 +696,9 @@ def _is_framed(text: str, spans: Sequence[Span], before: str, said: str, after: 
         while at >= 0:
             stop = at + len(first) + len(rest)
             if text.startswith(rest, at + len(first), end) and text.startswith(after, stop, end):
-                return True
+                return at + len(before)
             at = text.find(first, at + 1, end)
-    return False
+    return None
 
 
 def _require_roles(row: _Row, marked: Marked) -> None:
@@ -689,6 +706,7 @@ def _require_roles(row: _Row, marked: Marked) -> None:
     text = row.trace.text
     turns = sorted({0, len(text), *(at for start, end, _ in row.trace.owners for at in (start, end))})
     marks = sorted({at for found in marked.places.values() for at in found})
+    names = _names(row.messages)
     for k, message in enumerate(row.messages):
         role, said = message["role"], content_text(message).strip()
         if role == "assistant" or not said:
@@ -698,21 +716,42 @@ def _require_roles(row: _Row, marked: Marked) -> None:
         if not is_shown:
             raise RowError("role", f"the template leaves out {role} messages; --role-map {role}=… renames a role")
         place = marked.find(k, "text", [(0, len(text))])
-        if place and text[slice(*place)] == said:
-            _remember_frame(row, k, place, turns, marks)
+        if place and text[slice(*place)] in (said, _spell(said)):
+            _remember_frame(row, k, place, (turns, marks, names))
 
 
-def _remember_frame(row: _Row, k: int, place: Span, turns: Sequence[int], marks: Sequence[int]) -> None:
-    """Keep what stands around message k's text at `place`, up to the edges of its turn and to other messages' texts."""
-    text, (start, end) = row.trace.text, place
+def _names(messages: Sequence[Message]) -> set[str]:
+    """What may stand beside a message's text and differs from row to row: names and ids of calls."""
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    found = [value for message in messages for value in (message.get("name"), message.get("tool_call_id"))]
+    found += [value for call in calls for value in (call.get("id"), function_of(call).get("name"))]
+    return {value for value in found if isinstance(value, str) and value}
+
+
+def _remember_frame(
+    row: _Row, k: int, place: Span, edges: tuple[Sequence[int], Sequence[int], Collection[str]]
+) -> None:
+    """Keep what stands around message k's text at `place`: the template's alone, within the turn where it is its own.
+
+    `edges`: where turns begin and end, where pieces of messages do, and the names that may stand beside.
+    """
+    text, (start, end), (turns, marks, names) = row.trace.text, place, edges
     is_own = any(low <= start and end <= high for low, high in row.owned.get(k, ()))
     before, after = bisect_left(marks, start), bisect_right(marks, end)
-    low = max(start - _FRAME_WIDTH, turns[bisect_right(turns, start) - 1], *marks[max(0, before - 1) : before])
-    high = min(end + _FRAME_WIDTH, turns[bisect_left(turns, end)], *marks[after : after + 1])
+    opened = (bisect_right if is_own else bisect_left)(turns, start) or 1
+    closed = min((bisect_left if is_own else bisect_right)(turns, end), len(turns) - 1)
+    low = max(start - _FRAME_WIDTH, turns[opened - 1], *marks[max(0, before - 1) : before])
+    high = min(end + _FRAME_WIDTH, turns[closed], *marks[after : after + 1])
+    for name in names:
+        if (at := text.rfind(name, max(0, low - len(name)), start)) >= 0:
+            low = max(low, at + len(name))
+        if (at := text.find(name, end, high + len(name))) >= 0:
+            high = min(high, at)
     frame = is_own, text[low:start], text[end:high]
     known = row.frames.setdefault(row.messages[k]["role"], [])
-    if (is_own or all(frame[1:])) and frame not in known and len(known) < _FRAMES_KEPT:
+    if (is_own or (k == 0 and frame[2] and (frame[1] or not start))) and frame not in known:
         known.append(frame)
+        del known[:-_FRAMES_KEPT]
 
 
 def _around_pieces(k: int, pieces: Pieces, turn: Turn, marked: Marked) -> list[Span]:

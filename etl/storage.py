@@ -251,7 +251,7 @@ def _carries_credential(scheme: str, rest: str) -> bool:
     return scheme in {"http", "https"} and _SECRET_PARAMETER.search(rest) is not None
 
 
-_SECRET_PARAMETER: Final = re.compile(r"(?i)[?&](?:sig|[^=&]*(?:signature|token|secret|password|key)[^=&]*)=")
+_SECRET_PARAMETER: Final = re.compile(r"(?i)[?&](?:[^=&]*[-_.])?(?:sig|signature|token|secret|password|key)=")
 
 
 def _scheme(url: str) -> str:
@@ -797,8 +797,10 @@ def _s3_arguments(storage: Storage) -> dict[str, Any]:
 def _check_endpoint(url: str) -> None:
     if "@" in url:
         raise UsageError("--endpoint-url carries a credential and is refused; give it the way AWS tools find them")
-    if re.fullmatch(r"https?://[^/?#]+[^?#]*", url) is None:
-        raise UsageError(f"--endpoint-url {url.partition('?')[0]!r} is no URL; write e.g. http://127.0.0.1:9000")
+    if "?" in url or "#" in url:
+        raise UsageError("--endpoint-url has a query or a fragment; write e.g. http://127.0.0.1:9000")
+    if re.match(r"https?://[^/]", url) is None:
+        raise UsageError(f"--endpoint-url {url!r} is no URL; write e.g. http://127.0.0.1:9000")
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -179,12 +179,6 @@ def test_recorded_tokens_belong_to_the_last_reply_alone() -> None:
     assert row_of({"messages": untrained, "usage": usage}).completion_tokens is None
 
 
-def test_what_is_counted_of_a_line_is_counted_once_however_many_rows_it_becomes() -> None:
-    messages = [{"role": "developer", "content": "D"}, *CHAT, user(), assistant("c", train=False)]
-    rows = rows_of({"messages": messages}, turns="expand", role_map={"developer": "system"})
-    assert [row.counts for row in rows] == [{"mapped_roles": 1, "untrained_messages": 1}, {}]
-
-
 def test_the_usage_of_several_choices_is_no_ones_alone() -> None:
     choices = [{"message": assistant("x"), "token_ids": [1, 2]}, {"message": assistant("y")}]
     row = {"messages": [user()], "choices": choices, "usage": {"completion_tokens": 12}}

@@ -178,6 +178,17 @@ def test_a_damaged_receipt_or_success_is_made_again(tmp_path: Path) -> None:
         assert hands.success.read_bytes() == before[hands.success]
 
 
+def test_what_is_counted_of_a_line_is_counted_once_however_many_rows_it_becomes(tmp_path: Path) -> None:
+    said: list[dict[str, Any]] = [
+        {"role": role, "content": role} for role in ("developer", *(("user", "assistant") * 3))
+    ]
+    said[-1]["train"] = False
+    options: dict[str, Any] = {"turns": "expand", "role_map": {"developer": "system"}}
+    output = make_output(tmp_path, {"a.jsonl": jsonl([{"messages": said}])}, **options)
+    counts = json.loads(Hands(output).receipt(0).read_bytes())["counts"]
+    assert (counts["mapped_roles"], counts["untrained_messages"], counts["shape_messages"]) == (1, 1, 2)
+
+
 def test_candidates_are_rows_and_rejects_in_every_partition_and_in_all(s3: Any, bucket: str, run: Any) -> None:
     bad: list[dict[str, Any]] = [{"messages": []}, {"messages": [{"role": "user", "content": "Hi"}]}, {"text": 1}]
     upload(s3, bucket, {f"{i}.jsonl": jsonl([*small_rows(3), *bad]) + TORN for i in range(3)})

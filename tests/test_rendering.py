@@ -394,6 +394,60 @@ def test_a_lost_text_is_not_taken_for_one_that_another_message_says() -> None:
             show(template, lost)
 
 
+def test_a_message_left_out_is_not_found_in_the_same_text_of_another(material: Path) -> None:
+    system, developer = ({"role": role, "content": "Be brief."} for role in ("system", "developer"))
+    template = load_template(material, "gptoss")
+    for _ in range(2):
+        with pytest.raises(RowError, match="leaves out developer"):
+            show(template, [system, developer, USER, say("ok")])
+        for first in (system, developer, system, developer):
+            show(template, [first, USER, say("ok")])
+    late, plain = make_template(LATE_SYSTEM), [USER, say("r"), ask("last")]
+    show(late, [system, *plain])
+    for said in ("Be brief.", "Be brief.\n\nAnd kind."):
+        with pytest.raises(RowError, match="leaves out system"):
+            show(late, [system, ask(said), say("r")])
+
+
+PLAIN_TURN = (
+    "{% for m in messages %}{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+def rows_of_a_kind(kind: str) -> tuple[list[Message], list[Message]]:
+    """Two rows that go the same way, but for what they say."""
+
+    def row(i: int) -> list[Message]:
+        messages = {
+            "system": [{"role": "system", "content": f"Be {i}."}, ask(f"Hi {i}"), say(f"ok {i}")],
+            "result": [USER, say("", tool_calls=[call()]), result(f'{{"a": "{i}\n"}}'), say(f"ok {i}")],
+            "named": [USER, say("", tool_calls=[call(f"f{i}")]), {**result(f"r{i}"), "name": f"f{i}"}, say(f"ok {i}")],
+        }
+        return messages[kind]
+
+    return row(123), row(45678)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        *((kind, name) for kind in ("system", "result") for name in ("qwen3_6", "deepseekv3", "llama3_1", "gptoss")),
+        ("named", "muse_glimmer"),
+        ("system", "deepseek_r1_distill"),
+        ("system", "gemma3"),
+        ("system", "{{ messages[0].content if messages[0].role == 'system' }}" + PLAIN_TURN),
+    ],
+)
+def test_the_second_row_of_a_kind_needs_no_close_look(
+    material: Path, monkeypatch: pytest.MonkeyPatch, kind: str, source: str
+) -> None:
+    template = make_template(source) if "{" in source else load_template(material, source)
+    first, second = rows_of_a_kind(kind)
+    show(template, first)
+    monkeypatch.setattr("etl.rendering._render_carefully", lambda *_args, **_more: pytest.fail("looked closely"))
+    show(template, second)
+
+
 def test_what_tools_said_is_not_taken_out_of_the_turn_that_called_them(material: Path) -> None:
     told = [{"name": "f", "response": {"value": "SECRET"}}]
     messages = [USER, say("done", tool_calls=[call()], tool_responses=told)]

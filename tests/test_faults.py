@@ -138,6 +138,7 @@ def whole_run(s3: Any, bucket: str, nearby: str, objects: int) -> dict[str, Any]
     return lasting(f"s3://{bucket}/whole")
 
 
+@pytest.mark.long
 def test_a_run_killed_in_the_middle_is_finished_by_the_same_command(
     s3: Any, bucket: str, proxy: Proxy, nearby: str
 ) -> None:

@@ -677,9 +677,11 @@ def _is_shown(row: _Row, k: int, said: str, frame: _Frame) -> bool:
     if k:
         return False
     at = _find_framed(text, ((0, len(text) if before else len(said) + len(after)),), before, said, after)
-    owner = next((of for start, end, of in row.trace.owners if start <= (at or 0) < end), None)
+    if at is None:
+        return False
+    owner = next((of for start, end, of in row.trace.owners if start <= at < end), None)
     other = "" if owner is None else content_text(row.messages[owner]).strip()
-    return at is not None and not (other and text.startswith(other, at))
+    return not (other and text.startswith(other, at))
 
 
 def _spell(said: str) -> str:

@@ -29,9 +29,6 @@ from etl.records import Span
 T = TypeVar("T")
 Ids: TypeAlias = npt.NDArray[np.int32]
 
-ONE_THREAD: Final = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-"""The environment of a worker, set before it encodes for the first time: one native thread each."""
-
 AWKWARD: Final = (
     "It's I'LL they'Ve 'S 1234567890 ٣٤٥ x=f(1);\r\n\r\n\t# ok  \n   end   ",
     "naïve Ångström e\u0301 a\u0316\u0301 \u0301 - \u0300-\u036f \u212b \u2126 \u0958 \ufb1d \u1e9b\u0323 \u017f İ ǅ ﬁ",

@@ -152,9 +152,9 @@ def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
         seen = survey(config)
         for note in seen.notes:
             watcher.say(note)
-        if not seen.todo and seen.finished and not seen.changed and not Books(seen).total().exit_code:
-            result = Books(seen).total()
-        else:
+        is_closed = seen.finished and not seen.todo and not seen.changed
+        result = Books(seen).total() if is_closed else None
+        if result is None or result.exit_code:  # limits may be others than those that it was closed under
             result = _hold_and_run(seen, watcher, warm)
     result.seconds = round(time.monotonic() - started, 3)
     return result

@@ -325,8 +325,6 @@ def _render(rows: Sequence[_Row], kit: Kit, timed: Timed) -> tuple[list[_Row], l
 def _encodable(conversation: Conversation, kit: Kit) -> _Encodable:
     if conversation.token_ids is not None:
         return conversation.token_ids
-    if conversation.text is not None:
-        return Rendered(conversation.text, ((0, len(conversation.text)),) if conversation.text else ())
     rendered = render(conversation, kit.template, kit.config)
     return rendered if conversation.completion_tokens is None else rendered.split_at_last_turn()
 

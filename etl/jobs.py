@@ -337,9 +337,7 @@ class Books:
         reasons: Counter[str] = Counter()
         for receipt in receipts:
             reasons.update(receipt["reasons"])
-        counted = ("lines", "blank", "candidates", "rows", "rejected", "tokens", "loss_tokens")
-        counted_too = ("verified_rows", "mismatched_rows")
-        totals: dict[str, Any] = {name: _total(receipts, name) for name in (*counted, *counted_too)}
+        totals: dict[str, Any] = {name: _total(receipts, name) for name in ledger.COUNTS}
         return RunResult(
             **totals,
             reasons=dict(sorted(reasons.items())),

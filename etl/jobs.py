@@ -17,7 +17,6 @@ from etl import cluster, ledger
 from etl.config import RunConfig
 from etl.errors import EtlError, ObjectChanged, StorageError, UsageError
 from etl.lease import Lease, hold
-from etl.ledger import Places
 from etl.pages import html_table
 from etl.partitions import COMPRESSED_NAME, cut_partitions
 from etl.pipeline import PackedKit
@@ -256,7 +255,7 @@ class Books:
         self.rejected += _counted_rejects([receipt])
         self.retries += receipt["run"]["retries"]
         if self.seen.config.on_error == "fail" and _counted_rejects([receipt]):
-            self.stop(1, f"--on-error fail: {_first_reject(receipt, self.places)}")
+            self.stop(1, self._say_rejects(partition.stem))
         elif self.candidates >= LIMIT_AFTER and (error := self._over_limit()):
             self.stop(1, error)
 
@@ -307,11 +306,15 @@ class Books:
             what_next = "; the same command tries them again" if self.tries_again else ""
             return 1, f"{len(self.failed)} partitions failed, the first {first}{what_next}"
         if self.seen.config.on_error == "fail":
-            for receipt in self.receipts.values():
+            for stem, receipt in self.receipts.items():
                 if _counted_rejects([receipt]):
-                    return 1, f"--on-error fail: {_first_reject(receipt, self.places)}"
+                    return 1, self._say_rejects(stem)
         error = self._over_limit()
         return (1, error) if error else (0, None)
+
+    def _say_rejects(self, stem: str) -> str:
+        rejected, reasons = self.receipts[stem]["rejected"], ", ".join(self.receipts[stem]["reasons"])
+        return f"--on-error fail: {rejected} rows rejected ({reasons}); see {self.places.rejects(stem)}"
 
     def _over_limit(self) -> str | None:
         candidates, rejected = self.candidates, self.rejected
@@ -362,8 +365,3 @@ def _total(receipts: Iterable[Mapping[str, Any]], name: str) -> int:
 def _counted_rejects(receipts: Iterable[Mapping[str, Any]]) -> int:
     """Rejects for all reasons but `over_length`, which the user asked for."""
     return sum(receipt["rejected"] - receipt["reasons"].get("over_length", 0) for receipt in receipts)
-
-
-def _first_reject(receipt: Mapping[str, Any], places: Places) -> str:
-    stem = f"part-{receipt['index']:07d}-{receipt['identity']}"
-    return f"{receipt['rejected']} rows rejected ({', '.join(receipt['reasons'])}); see {places.rejects(stem)}"

@@ -79,24 +79,18 @@ def find_objects(storage: Storage, inputs: Iterable[str], partition_bytes: int) 
 
 
 def cut_partitions(
-    objects: Iterable[ObjectInfo], partition_bytes: int, fingerprint: str, compressed: Collection[str] = ()
-) -> tuple[Partition, ...]:
-    """Partitions of at most `partition_bytes` in byte order of the URLs, indices from 0.
-
-    A group closes before the object that would take it over; a plain object above the size is cut into ranges, each a
-    partition alone; an object of `compressed` is never cut, so it may be larger.
-    """
-    return append_partitions((), objects, partition_bytes, fingerprint, compressed)
-
-
-def append_partitions(
-    old: Sequence[Partition],
     objects: Iterable[ObjectInfo],
     partition_bytes: int,
     fingerprint: str,
     compressed: Collection[str] = (),
+    old: Sequence[Partition] = (),
 ) -> tuple[Partition, ...]:
-    """The old partitions, unmoved, and after them those of `objects`, planned alone."""
+    """The `old` partitions, unmoved, and after them those of `objects`, planned alone.
+
+    Each holds at most `partition_bytes`, in byte order of the URLs. A group closes before the object that would take it
+    over; a plain object above the size is cut into ranges, each a partition alone; an object of `compressed` is never
+    cut, so it may be larger.
+    """
     groups = _group(sorted(objects, key=lambda info: info.url), partition_bytes, compressed)
     new = (
         Partition(index, partition_identity(ranges, fingerprint), ranges)

@@ -12,7 +12,7 @@ from etl.config import RunConfig
 from etl.errors import StorageError, UsageError
 from etl.fingerprint import difference, digest, settings
 from etl.ledger import Places, Plan
-from etl.partitions import Listing, append_partitions, check_apart, cut_partitions, find_objects
+from etl.partitions import Listing, check_apart, cut_partitions, find_objects
 from etl.records import Partition, TokenizerSpec
 from etl.schema import check_names
 from etl.storage import Storage, canonical_url
@@ -105,11 +105,9 @@ def _plan(old: Plan | None, listing: Listing, config: RunConfig, values: Mapping
     changed = _difference(old, listing, values)
     if changed is None:
         fresh = [o for o in listing.objects if o.url not in _planned(old)]
-        partitions = append_partitions(
-            old.partitions, fresh, config.partition_size, old.fingerprint, listing.compressed
-        )
+        partitions = cut_partitions(fresh, config.partition_size, old.fingerprint, listing.compressed, old.partitions)
         inputs = tuple(dict.fromkeys((*old.inputs, *config.inputs))) if fresh else old.inputs
-        return dataclasses.replace(old, partitions=tuple(partitions), inputs=inputs, passed_over=listing.passed_over)
+        return dataclasses.replace(old, partitions=partitions, inputs=inputs, passed_over=listing.passed_over)
     if not config.overwrite:
         raise UsageError(f"OUTPUT {config.output} {changed}, or give --overwrite to write it anew")
     new = _new_plan(listing, config, values, largest_id)
@@ -121,7 +119,7 @@ def _plan(old: Plan | None, listing: Listing, config: RunConfig, values: Mapping
 def _new_plan(listing: Listing, config: RunConfig, values: Mapping[str, Any], largest_id: int) -> Plan:
     fingerprint = digest(values)
     partitions = cut_partitions(listing.objects, config.partition_size, fingerprint, listing.compressed)
-    return Plan(fingerprint, values, config.inputs, tuple(partitions), listing.passed_over, largest_id)
+    return Plan(fingerprint, values, config.inputs, partitions, listing.passed_over, largest_id)
 
 
 def _difference(old: Plan, listing: Listing, values: Mapping[str, Any]) -> str | None:

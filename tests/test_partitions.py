@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from etl.errors import UsageError
 from etl.partitions import (
     Listing,
-    append_partitions,
     check_apart,
     compression,
     cut_partitions,
@@ -246,7 +245,7 @@ def test_a_stem_holds_index_and_identity() -> None:
 
 def test_new_objects_are_planned_alone_and_old_partitions_never_move() -> None:
     old = cut_partitions([info("b", 4), info("d", 25)], 10, "f")
-    grown = append_partitions(old, [info("c", 4), info("a", 3)], 10, "f")
+    grown = cut_partitions([info("c", 4), info("a", 3)], 10, "f", old=old)
     assert grown[: len(old)] == old
     assert shape(grown[len(old) :]) == [[("a", 0, 3), ("c", 0, 4)]]
     assert [p.index for p in grown] == [0, 1, 2, 3, 4]

@@ -219,7 +219,7 @@ class RunConfig:
     @property
     def partition_size(self) -> int:
         """`partition_bytes` in bytes."""
-        return parse_size(self.partition_bytes, "partition_bytes")
+        return int(self.partition_bytes)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

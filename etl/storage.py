@@ -784,14 +784,9 @@ def _s3_arguments(storage: Storage) -> dict[str, Any]:
     config |= rest.pop("config_kwargs", {})
     if (storage.endpoint_url or "").startswith("http://"):
         client.setdefault("verify", False)  # there is no certificate; loading all known ones costs each process 30 ms
-    named = {"endpoint_url": storage.endpoint_url}
-    return {
-        "anon": storage.anon,
-        "client_kwargs": client,
-        "config_kwargs": config,
-        **{name: value for name, value in named.items() if value is not None},
-        **rest,
-    }
+    if storage.endpoint_url is not None:  # else fsspec's own configuration may name one
+        rest["endpoint_url"] = storage.endpoint_url
+    return {"anon": storage.anon, "client_kwargs": client, "config_kwargs": config, **rest}
 
 
 def _check_endpoint(url: str) -> None:

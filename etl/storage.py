@@ -281,12 +281,8 @@ class _Local:
         with _local_errors(url, "read"):
             try:
                 with Path(url).open("rb") as file:
-                    data = os.pread(file.fileno(), end - start, start)
-                    while 0 < len(data) < end - start:
-                        more = os.pread(file.fileno(), end - start - len(data), start + len(data))
-                        data += more
-                        if not more:
-                            break
+                    file.seek(start)
+                    data = file.read(end - start)
                     now = _local_etag(os.fstat(file.fileno()))
             except FileNotFoundError as error:
                 raise _gone(url, etag) from error

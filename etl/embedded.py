@@ -27,18 +27,18 @@ _PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 
 @contextmanager
-def start_server(env: Mapping[str, str] | None = None) -> Iterator[str]:
+def start_server() -> Iterator[str]:
     """An empty S3 server; yields its endpoint URL, e.g. `http://127.0.0.1:40123`.
 
     It accepts any credentials, keeps everything in memory and forgets it on exit. Raises EtlError where it does not
-    start. `env` is added to the server's environment.
+    start.
     """
     process = subprocess.Popen(  # noqa: S603 - this interpreter, and the program above
         [sys.executable, "-c", _SERVE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=server_environment(env),
+        env=server_environment(),
     )
     try:
         yield f"http://127.0.0.1:{_port(process.stdout)}"

@@ -46,7 +46,7 @@ def settings(spec: TokenizerSpec, config: RunConfig) -> dict[str, Any]:
         "special_tokens": dict(spec.special_tokens),
         "template_arg": config.template_kwargs,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(values, sort_keys=True, default=list))
+    plain: dict[str, Any] = json.loads(json.dumps(values, sort_keys=True))
     return plain
 
 

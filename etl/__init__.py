@@ -1,7 +1,7 @@
 """Chat completions on S3 -> masked training tokens on S3.
 
     s3 objects ─plan→ partitions ─read→ lines ─parse→ Conversation ─render→ Rendered(text, trained spans)
-        ─encode→ token ids + token ends ─mask→ Example ─table→ pa.Table[SCHEMA] ─to_parquet→ one part on s3, one receipt
+        ─encode→ token ids ─mask→ loss mask ─table→ pa.Table[SCHEMA] ─to_parquet→ one part on s3, one receipt
 
     from etl import RunConfig, run
     result = run(

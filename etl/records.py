@@ -2,7 +2,7 @@
 
 What each row is made into is a named tuple, which takes a third of the time to make.
 
-ObjectInfo ─plan→ Partition ─read→ Line ─parse→ Conversation ─render→ Rendered ─encode→ Encoded ─mask→ Example
+ObjectInfo ─plan→ Partition ─read→ Line ─parse→ Conversation ─render→ Rendered ─encode→ Encoded (ids and loss mask)
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def select(encoded: Encoded, keep: npt.NDArray[np.bool_]) -> Encoded:
     lengths = np.diff(encoded.splits)
     tokens = np.repeat(keep, lengths)
     splits = np.concatenate([[0], np.cumsum(lengths[keep])])
-    return Encoded(encoded.ids[tokens], encoded.mask[tokens], splits, encoded.verified, encoded.mismatched)
+    return Encoded(encoded.ids[tokens], encoded.mask[tokens], splits)
 
 
 def serialize(table: pa.Table) -> bytes:

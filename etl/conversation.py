@@ -146,6 +146,7 @@ def _conversations(
     tools, documents = _tools(draft, place.row), _documents(draft, place.row)
     arguments = _template_kwargs(draft, place.row, config)
     turns = _normalize_turns(draft, config.role_map, traits, arguments)
+    trained = _trained(turns, config.turns)
     if not place.clean:
         _require_used_text(turns.messages, (tools, documents, arguments))
     whole = Conversation(
@@ -155,7 +156,7 @@ def _conversations(
         choice,
         -1,
         messages=tuple(turns.messages),
-        trained=_trained(turns, config.turns),
+        trained=trained,
         cut=turns.cut,
         closed=turns.closed,
         tools=tools,
@@ -163,7 +164,7 @@ def _conversations(
         template_kwargs=arguments,
         completion_tokens=draft.completion_tokens,
         kept=place.kept,
-        counts=_counts(draft, turns, config),
+        counts=_counts(draft, turns, len(trained), config),
         shape=draft.shape,
     )
     if config.turns == "expand" and turns.trainable:
@@ -174,15 +175,14 @@ def _conversations(
     return [whole]
 
 
-def _counts(draft: Draft, turns: _Turns, config: RunConfig) -> dict[str, int]:
+def _counts(draft: Draft, turns: _Turns, trained: int, config: RunConfig) -> dict[str, int]:
     """Messages whose role `--role-map` changed, and replies that flags or `--turns last` left untrained."""
     found: dict[str, int] = {}
     if config.role_map:
         pairs = zip(draft.messages, turns.messages, strict=True)
         found["mapped_roles"] = sum(raw.get("role") != message["role"] for raw, message in pairs)
-    untrained = turns.replies - len(_trained(turns, config.turns))
-    if untrained:
-        found["untrained_messages"] = untrained
+    if turns.replies > trained:
+        found["untrained_messages"] = turns.replies - trained
     return found
 
 

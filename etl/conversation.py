@@ -7,7 +7,6 @@ Nothing that a row holds raises: every candidate comes out as the one or the oth
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -75,18 +74,9 @@ def parse(line: Line, config: RunConfig, traits: TemplateTraits) -> list[Convers
     return _parse(row, line, config, traits, clean=clean)
 
 
-def parse_row(
-    row: Any,
-    config: RunConfig,
-    traits: TemplateTraits,
-    source: str = "",
-    offset: int = 0,
-    size: int = 0,
-    raw: bytes = b"",
-) -> list[Conversation | Reject]:
-    """As `parse`, from a row that is already loaded; `size` (bytes) and `raw` only describe it in a Reject."""
-    items = _parse(row, Line(source, offset, raw), config, traits, clean=False)
-    return [dataclasses.replace(item, size=size) if isinstance(item, Reject) else item for item in items]
+def parse_row(row: Any, config: RunConfig, traits: TemplateTraits) -> list[Conversation | Reject]:
+    """As `parse`, from a row that is already loaded, and so of no line."""
+    return _parse(row, Line("", 0, b""), config, traits, clean=False)
 
 
 def _parse(

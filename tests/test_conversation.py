@@ -72,11 +72,11 @@ def test_a_reject_holds_the_line_and_its_place() -> None:
 
 
 def test_a_loaded_row_is_parsed_alike() -> None:
-    (item,) = parse_row({"messages": CHAT}, RunConfig(input=SOURCE), QWEN3, SOURCE, 7)
-    assert item == row_of({"messages": CHAT})
-    (reject,) = parse_row({"messages": [None]}, RunConfig(input=SOURCE), QWEN3, size=5)
+    (item,) = parse_row({"id": "a", "messages": CHAT}, RunConfig(input=SOURCE), QWEN3)
+    assert item == row_of({"id": "a", "messages": CHAT})._replace(source="", source_offset=0)
+    (reject,) = parse_row({"messages": [None]}, RunConfig(input=SOURCE), QWEN3)
     assert isinstance(reject, Reject)
-    assert (reject.reason, reject.size) == ("shape", 5)
+    assert reject.reason == "shape"
 
 
 # --- which turns

@@ -147,11 +147,6 @@ class ChatTemplate:
         return TemplateTraits(self.reasoning_field, self.opens_thinking)
 
     @property
-    def has_tags(self) -> bool:
-        """Whether `{% generation %}` blocks bound the trained text."""
-        return self._sandbox.has_tags
-
-    @property
     def hides_tags(self) -> bool:
         """Whether its `{% generation %}` blocks lie where they cannot be followed, and are not heeded."""
         return self._sandbox.hides_tags

@@ -165,7 +165,7 @@ class Bench:
         assert len(encoded.ids) == len(encoded.mask) == encoded.splits[-1]
         for i, (conversation, rendered) in enumerate(done):
             self._require_true(rendered, *_row(encoded, i))
-            _require_owners(conversation, rendered, config, tags=template.has_tags)
+            _require_owners(conversation, rendered, config, tags=template._sandbox.has_tags)
 
     def _render(self, item: Conversation | Reject, template: ChatTemplate, config: RunConfig) -> Rendered | None:
         reason = item.reason if isinstance(item, Reject) else ""

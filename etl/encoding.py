@@ -37,22 +37,22 @@ class Encoder:
     """Encodes batches; built once in each worker, from the spec alone.
 
     `engine` is `auto`, `gigatoken` or `transformers`. Under `auto` gigatoken is taken where it loads the tokenizer and
-    agrees with the reference on a set of awkward texts; `why` says what spoke against it, or is None. Raises
-    UsageError where `gigatoken` is asked for and cannot be had.
+    agrees with the reference on a set of awkward texts; `why` says what spoke against it, or is None. `truth` is the
+    reference. Raises UsageError where `gigatoken` is asked for and cannot be had.
     """
 
     def __init__(self, spec: TokenizerSpec, engine: str = "auto", verify_share: float = 0.002, seed: int = 0) -> None:
-        self._truth = Reference(spec.backend_json)
+        self.truth = Reference(spec.backend_json)
         self._verify_share = verify_share
         self._seed = seed
         self._lock = threading.Lock()
-        self._lengths = self._truth.byte_lengths()
+        self._lengths = self.truth.byte_lengths()
         self._longest = 1 if self._lengths is None else int(self._lengths.max())
         self._fast: Gigatoken | None = None
         self.why: str | None = "--engine transformers" if engine == "transformers" else None
         if engine != "transformers":
             try:
-                self._fast = load_agreeing(spec.backend_json, self._truth)
+                self._fast = load_agreeing(spec.backend_json, self.truth)
             except EngineUnsupported as error:
                 self.why = str(error)
                 if engine == "gigatoken":
@@ -61,7 +61,7 @@ class Encoder:
     @property
     def engine_name(self) -> str:
         """The engine in use: `gigatoken` or `transformers`."""
-        return (self._fast or self._truth).name
+        return (self._fast or self.truth).name
 
     def limit_cache(self, size: int) -> None:
         """Let the fast engine remember words in so many bytes of memory."""
@@ -89,7 +89,7 @@ class Encoder:
         places = self._places(rows, failed)
         doubtful = self._find_doubtful(rows, places, failed)
         for i, text in doubtful.items():
-            ids[i] = self._attempt(i, failed, self._truth.ids, text)
+            ids[i] = self._attempt(i, failed, self.truth.ids, text)
         splits = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(found) for found in ids], out=splits[1:])
         flat = np.concatenate([_NO_IDS, *ids])
@@ -119,7 +119,7 @@ class Encoder:
     def _row_ids(self, row: Rendered | TokenIds) -> Ids:
         if not isinstance(row, Rendered):
             return self._given_ids(row)
-        return self._truth.literal_offsets(row.text, row.literal).ids if row.literal else self._text_ids(row.text)
+        return self.truth.literal_offsets(row.text, row.literal).ids if row.literal else self._text_ids(row.text)
 
     def _text_ids(self, text: str) -> Ids:
         if self._fast is not None:
@@ -127,7 +127,7 @@ class Encoder:
                 return self._fast.ids(text)
             except RowError:
                 pass  # the reference may manage; a row's fate must not hang on the engine
-        return self._truth.ids(text)
+        return self.truth.ids(text)
 
     def _given_ids(self, row: TokenIds) -> Ids:
         try:
@@ -138,9 +138,9 @@ class Encoder:
             return _NO_IDS
         if ids.ndim != 1 or ids.dtype.kind != "i":
             raise RowError("tokenizer", "token ids must be whole numbers")
-        if ids.min() < 0 or ids.max() > self._truth.largest_id:
+        if ids.min() < 0 or ids.max() > self.truth.largest_id:
             seen = ids.min() if ids.min() < 0 else ids.max()
-            raise RowError("tokenizer", f"token ids must lie between 0 and {self._truth.largest_id}, saw {seen}")
+            raise RowError("tokenizer", f"token ids must lie between 0 and {self.truth.largest_id}, saw {seen}")
         return ids.astype(np.int32)
 
     def _verify(
@@ -168,7 +168,7 @@ class Encoder:
 
     def _is_true(self, ids: Ids, text: str) -> bool:
         try:
-            return np.array_equal(ids, self._truth.ids(text))
+            return np.array_equal(ids, self.truth.ids(text))
         except RowError:
             return False
 
@@ -220,7 +220,7 @@ class Encoder:
         places: list[Places | None] = [None] * len(rows)
         if self._lengths is not None:
             texts = {i: row for i, row in enumerate(rows) if isinstance(row, Rendered) and i not in failed}
-            found = byte_places(list(texts.values()), self._truth.cut_out, nfc=self._truth.normalises_nfc)
+            found = byte_places(list(texts.values()), self.truth.cut_out, nfc=self.truth.normalises_nfc)
             for i, place in zip(texts, found, strict=True):
                 places[i] = place
         return places
@@ -232,7 +232,7 @@ class Encoder:
         """
         if not isinstance(row, Rendered):
             return (np.arange(len(ids)) >= len(row[0])).astype(np.int8), None
-        truth = self._truth
+        truth = self.truth
         found = truth.literal_offsets(row.text, row.literal) if row.literal else truth.offsets(row.text)
         if not np.array_equal(found.ids, ids):
             return None

@@ -97,6 +97,11 @@ class Reference:
         encoding = guarded(self._tokenizer.encode_batch_fast, [text], add_special_tokens=False)[0]
         return np.array(encoding.ids, np.int32)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special ones included."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
     def offsets(self, text: str) -> Offsets:
         """Token ids with their characters, an added token's blanks left to its neighbours. Raises RowError as `ids`."""
         encoding = guarded(self._tokenizer.encode, text, add_special_tokens=False)

@@ -20,8 +20,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from tokenizers import Tokenizer
-
 from etl.config import RunConfig
 from etl.conversation import parse, parse_row
 from etl.engines import Reference
@@ -357,11 +355,10 @@ def preview(config: RunConfig, n: int = 3, row: int | None = None) -> Preview:
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """What rows are looked at with: the stages of a run, and the tokenizer that tells where its tokens come from."""
+    """What rows are looked at with: the stages of a run, and the configurations that tell its pieces apart."""
 
     config: RunConfig
     kit: Kit
-    tokenizer: _Tokenizer
     switched: tuple[RunConfig, ...]
 
     @classmethod
@@ -372,40 +369,15 @@ class _Bench:
         kit = build_kit(spec, dataclasses.replace(config, engine="transformers"))
         everything = dataclasses.replace(config, **_EVERYTHING)
         switched = (everything, *(dataclasses.replace(everything, **switch) for switch in _SWITCHES.values()))
-        return cls(config, kit, _tokenizer(_Tokenizer(spec.sha256, spec.backend_json)), switched)
+        return cls(config, kit, switched)
 
     @property
     def template(self) -> ChatTemplate:
         return self.kit.template
 
-
-class _Tokenizer:
-    """The reference, loaded at first use and kept for the next preview."""
-
-    def __init__(self, sha256: str, backend_json: str) -> None:
-        self.sha256 = sha256
-        self._json = backend_json
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Tokenizer) and other.sha256 == self.sha256
-
-    def __hash__(self) -> int:
-        return hash(self.sha256)
-
-    @functools.cached_property
+    @property
     def reference(self) -> Reference:
-        """For the characters of each token."""
-        return Reference(self._json)
-
-    @functools.cached_property
-    def plain(self) -> Tokenizer:
-        """For rows that came as ids."""
-        return Tokenizer.from_str(self._json)
-
-
-@functools.lru_cache(maxsize=1)
-def _tokenizer(one: _Tokenizer) -> _Tokenizer:
-    return one
+        return self.kit.encoder.truth
 
 
 def _options(config: RunConfig) -> Iterator[str]:
@@ -509,7 +481,7 @@ def _look(conversation: Conversation, bench: _Bench) -> _Seen | None:
     try:
         rendered = render(conversation, bench.template, bench.config)
         encoded = bench.kit.encoder.encode([rendered])
-        ends = _token_ends(rendered, bench.tokenizer.reference)
+        ends = _token_ends(rendered, bench.reference)
     except RowError:
         return None
     if encoded.failed or len(ends) != len(encoded.ids):
@@ -543,7 +515,7 @@ def _look_at_ids(prompt: Sequence[int], generated: Sequence[int], bench: _Bench)
     ids = [*prompt, *generated]
     if bench.kit.encoder.encode([(prompt, generated)]).failed:
         return None
-    decode = functools.partial(bench.tokenizer.plain.decode, skip_special_tokens=False)
+    decode = bench.reference.decode
     tokens: list[Token] = []
     known: list[int] = []
     waiting: list[int] = []

@@ -229,7 +229,7 @@ def test_no_character_alone_or_beside_marks_is_taken_otherwise_than_by_the_refer
     for start in range(0x80, 0x34000, 256):
         characters = [chr(code) for code in range(start, start + 256) if not 0xD800 <= code < 0xE000]
         # those that tables do not know go to the reference by themselves, and would take the others with them
-        doubtful = [c for c in characters if byte_places([Rendered(c, ())], found._truth.cut_out, nfc=True) == [None]]
+        doubtful = [c for c in characters if byte_places([Rendered(c, ())], found.truth.cut_out, nfc=True) == [None]]
         text = "|".join(map(in_company, sorted({*characters} - {*doubtful})))
         few = "|".join(map(in_company, doubtful[:4]))
         encoded = found.encode([Rendered(text, ()), Rendered(few, ())])

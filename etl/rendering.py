@@ -60,7 +60,7 @@ def settle(conversation: Conversation, template: ChatTemplate) -> list[Message]:
 
 @dataclass(slots=True)
 class _Row:
-    """A conversation being rendered: its trace, and which assistant messages are trained, and were cut, in this run."""
+    """A conversation being rendered: its trace, and which of the messages that are trained were cut."""
 
     conversation: Conversation
     template: ChatTemplate
@@ -68,7 +68,6 @@ class _Row:
     arguments: Mapping[str, Any]
     messages: list[Message]
     trace: Trace
-    trained: tuple[int, ...]
     cut: frozenset[int]
     owned: dict[int, list[Span]] = field(default_factory=dict)
 
@@ -130,16 +129,12 @@ def _render(conversation: Conversation, template: ChatTemplate, config: RunConfi
 
 
 def _open(conversation: Conversation, template: ChatTemplate, config: RunConfig) -> _Row:
-    trained = conversation.trained
-    if config.turns == "last" and trained:
-        last = max(i for i, message in enumerate(conversation.messages) if message.get("role") == "assistant")
-        trained = tuple(k for k in trained if k == last)
-    cut = conversation.cut.intersection(trained) if conversation.cut else conversation.cut
+    cut = conversation.cut.intersection(conversation.trained) if conversation.cut else conversation.cut
     if cut and config.truncated_completions == "reject":
         raise RowError("truncated", f"message {min(cut)} was cut by the length limit")
     arguments = template.merged(conversation.template_kwargs)
     messages, trace = _trace(conversation, template, arguments)
-    return _Row(conversation, template, config, arguments, messages, trace, trained, cut)
+    return _Row(conversation, template, config, arguments, messages, trace, cut)
 
 
 def _trace(
@@ -218,13 +213,13 @@ def _require_own_text(conversation: Conversation) -> None:
 
 def _turns_by_form(row: _Row) -> list[Masked] | None:
     """The trained turns of a row all of which equal a known form; None where one does not."""
-    if not row.trained:
+    if not row.conversation.trained:
         return []
     forms = row.forms
     if not forms or not row.template.follows_loops:
         return None
     turns = []
-    for k in row.trained:
+    for k in row.conversation.trained:
         intervals = row.intervals(k)
         turn = _turn_by_form(row, k, intervals[0], forms) if len(intervals) == 1 else None
         if turn is None:
@@ -302,10 +297,10 @@ def _render_carefully(row: _Row, *, typed: bool) -> Rendered:
         raise RowError("mask", "the template changes text, so that the parts of a message cannot be told in it")
     _require_roles(row, marked)
     literal, counts = _judge_control_tokens(row, marked, typed=typed)
-    others = [span for k, span in marked.bounds().items() if k not in row.trained]
+    others = [span for k, span in marked.bounds().items() if k not in row.conversation.trained]
     turns: list[Masked] = []
     cuts: list[int] = []
-    for k in row.trained:
+    for k in row.conversation.trained:
         turn = _read_turn(row, k, pieces[k], marked)
         turn = turn._replace(foreign=tuple(intersect(turn.intervals, others)))
         _require_apart(row, marked, _around_pieces(k, pieces[k], turn, marked))

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 from etl.errors import RowError
+from etl.messages import REASONING_FIELDS
 from etl.pieces import Pieces, content_text, core_within, field_text, function_of, with_content
 from etl.records import Message, Span
-from etl.template import REASONING_FIELDS
 
 _MARKS_A_MESSAGE: Final = 16
 

@@ -13,17 +13,18 @@ from typing import Any, Final, TypeVar
 
 from etl.config import RunConfig
 from etl.errors import RowError, UsageError
+from etl.messages import REASONING_FIELDS
 from etl.records import Message, TemplateTraits, TokenizerSpec
 from etl.sandbox import ClockError, Sandbox, Trace
-
-REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
-"""The names a message's reasoning goes under, in the order in which transformers believes them."""
 
 _TAG: Final = r"[^<>\[\]◁▷\s]*(?:think|thought|reason)[^<>\[\]◁▷\s]*[>\]▷]"
 THINK_OPEN: Final = re.compile(rf"<\|channel>thought|[<\[◁](?!/|\|?END){_TAG}", re.IGNORECASE)
 """A tag that opens a thought, in the spellings that models use; never one that closes it."""
 THINK_CLOSE: Final = re.compile(rf"<channel\|>|[<\[◁](?:/|\|?END_?){_TAG}", re.IGNORECASE)
 """A tag that closes a thought."""
+
+_BELIEVED: Final = ("reasoning_content", "thinking", "reasoning")
+"""REASONING_FIELDS in the order in which transformers believes them."""
 
 _T = TypeVar("_T")
 _MEMORY: Final = 256  # rows can bring any number of template arguments
@@ -240,7 +241,7 @@ class ChatTemplate:
     def _learn_reasoning_field(self) -> str | None:
         user = {"role": "user", "content": _SAID[0]}
         for extra in ({"content": _SAID[1]}, {"content": _SAID[1], "tool_calls": [_CALL]}, {"tool_calls": [_CALL]}):
-            for field in ("reasoning_content", "reasoning", "thinking"):
+            for field in REASONING_FIELDS:
                 turn: Message = {"role": "assistant", "content": "", **extra, field: _THOUGHT}
                 shown = [_with_parts(m) for m in (user, turn)] if self.as_parts else [user, turn]
                 try:
@@ -299,7 +300,7 @@ class ChatTemplate:
 
 def _aliased(message: Message) -> Message:
     """The message with its reasoning under the names that transformers 5 adds."""
-    for field in REASONING_FIELDS:
+    for field in _BELIEVED:
         reasoning = message.get(field)
         if reasoning is not None:
             return {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -414,8 +414,7 @@ def read_receipts(storage: Storage, places: Places, plan: Plan) -> dict[str, dic
     """Stem -> receipt of every partition of the plan that is done: part in place, with the size that it names."""
     sizes = {info.url: info.size for info in storage.list(places.root)}
     stems = [p.stem for p in plan.partitions if places.receipt(p.stem) in sizes]
-    with ThreadPoolExecutor(32) as pool:
-        bodies = pool.map(storage.get, map(places.receipt, stems))
+    bodies = map_in_order(storage.get, map(places.receipt, stems), threads=32)
     receipts = {stem: read_receipt(body, stem) for stem, body in zip(stems, bodies, strict=True) if body is not None}
     return {
         stem: receipt

@@ -419,15 +419,15 @@ def read_receipts(storage: Storage, places: Places, plan: Plan) -> dict[str, dic
     return {
         stem: receipt
         for stem, receipt in receipts.items()
-        if not isinstance(receipt, Fault)  # made again
-        and (receipt["part"] is None or sizes.get(places.part(stem)) == receipt.get("size"))
-        and stem == _stem(receipt)
+        if not isinstance(receipt, Fault) and is_done(stem, receipt, places, sizes)  # else it is made again
     }
 
 
-def _stem(receipt: Mapping[str, Any]) -> str:
+def is_done(stem: str, receipt: Mapping[str, Any], places: Places, sizes: Mapping[str, int]) -> bool:
+    """Whether a receipt is the partition's own, and its part is among `sizes` (by URL) with the size that it names."""
     index, identity = receipt.get("index"), receipt.get("identity")
-    return Partition(index, str(identity), ()).stem if type(index) is int else ""
+    is_own = type(index) is int and Partition(index, str(identity), ()).stem == stem
+    return is_own and (receipt["part"] is None or sizes.get(places.part(stem)) == receipt.get("size"))
 
 
 def is_finished(storage: Storage, places: Places, plan: Plan) -> bool:

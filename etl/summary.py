@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from etl.ledger import COUNTS, Fault, Places, Plan, map_in_order, open_output, read_receipt
+from etl.ledger import COUNTS, Fault, Places, Plan, is_done, map_in_order, open_output, read_receipt
 from etl.pages import counted, escape, html_fragment, html_page, html_section, html_table, number, printable
 from etl.records import LOW_TRAINED_SHARE, Partition
 from etl.storage import Storage
@@ -146,10 +146,9 @@ def _receipts(
         url = places.receipt(partition.stem)
         body = storage.get(url) if url in held else None
         receipt = None if body is None else read_receipt(body, url)
-        if receipt is None or isinstance(receipt, Fault):
+        if receipt is None or isinstance(receipt, Fault) or not is_done(partition.stem, receipt, places, held):
             return partition, None
-        there = receipt["part"] is None or held.get(places.part(partition.stem)) == receipt.get("size")
-        return partition, receipt if there else None
+        return partition, receipt
 
     return map_in_order(read, plan.partitions)
 

@@ -19,14 +19,11 @@ from typing import Any, Final
 
 from etl.contents import UNREADABLE, key_columns
 from etl.fingerprint import digest
-from etl.ledger import COUNTS, VERSION, Fault, Plan, map_in_order, open_output, read_record
+from etl.ledger import CLOSED, COUNTS, VERSION, Fault, Plan, map_in_order, open_output, read_record
 from etl.pages import html_fragment, html_table, printable
 from etl.partitions import partition_identity
 from etl.records import ObjectRange
 from etl.recount import KINDS, Finding, Output, Owners, inspect_partition
-
-CLOSED: Final = ("lines", "blank", "candidates", "rows", "rejected", "tokens", "loss_tokens")
-"""The numbers of a receipt whose sum SUCCESS holds."""
 
 OURS: Final = re.compile(r"__etl/(plan\.json|lease\.json|SUCCESS|report\.html|runs/[^/]+\.json|probe-[0-9a-f]{32})")
 """What an output holds beside its partitions; a probe is what a killed run leaves of its look at the store."""

@@ -36,10 +36,10 @@ RAW_BYTES: Final = 2**20
 """The rejects of one line keep together this much of it: a line of 20,000 bad choices must not fill gigabytes."""
 
 
-COUNTS: Final = (
-    *("lines", "blank", "candidates", "rows", "rejected", "tokens", "loss_tokens"),
-    *("verified_rows", "mismatched_rows"),
-)
+CLOSED: Final = ("lines", "blank", "candidates", "rows", "rejected", "tokens", "loss_tokens")
+"""The numbers of a receipt whose sum SUCCESS holds."""
+
+COUNTS: Final = (*CLOSED, "verified_rows", "mismatched_rows")
 """The numbers of a receipt."""
 
 
@@ -467,19 +467,9 @@ def _numbered(record: dict[str, Any], before: int) -> dict[str, Any]:
 
 def write_success(storage: Storage, places: Places, plan: Plan, totals: Mapping[str, Any]) -> None:
     """Say that every partition of the plan is done, with the counts that only the output decides."""
-    lasting = (
-        "lines",
-        "blank",
-        "candidates",
-        "rows",
-        "rejected",
-        "reasons",
-        "tokens",
-        "loss_tokens",
-        "parts",
-        "partitions",
-    )
-    record = {"version": VERSION, "fingerprint": plan.fingerprint} | {name: totals[name] for name in lasting}
+    lasting = {*CLOSED, "reasons", "parts", "partitions"}
+    record: dict[str, Any] = {"version": VERSION, "fingerprint": plan.fingerprint}
+    record |= {name: value for name, value in totals.items() if name in lasting}
     record["counts"] = totals.get("counts", {})
     storage.put(places.success, encode_json(record))
 

@@ -311,7 +311,7 @@ def output_parser(command: str, description: str) -> Parser:
     group = parser.add_argument_group("storage")
     for flag, settings in GROUPS["storage"]:
         group.add_argument(flag, **settings)
-    _add_display(parser)
+    _add_display(parser.add_argument_group("all"))
     return parser
 
 
@@ -324,8 +324,7 @@ def parse_output(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespa
     return flags, options
 
 
-def _add_display(parser: Parser) -> None:
-    group = parser.add_argument_group("all")
+def _add_display(group: Any) -> None:
     for flag, text in (("json", "last line of stdout"), ("debug", "show tracebacks"), ("quiet", "only errors")):
         group.add_argument(f"--{flag}", action="store_true", default=False, help=text)
 
@@ -340,8 +339,7 @@ def run_parser(prog: str, urls: str = "INPUT [INPUT …] OUTPUT", groups: Sequen
             group.add_argument(flag, **settings)
     group = parser.add_argument_group("all")
     group.add_argument("--config", metavar="FILE.yaml", help="the same names with _; flags win")
-    for flag, text in (("json", "last line of stdout"), ("debug", "show tracebacks"), ("quiet", "only errors")):
-        group.add_argument(f"--{flag}", action="store_true", default=False, help=text)
+    _add_display(group)
     return parser
 
 

@@ -93,19 +93,6 @@ class ChatTemplate:
 
     # --- rendering ---
 
-    def text(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
-        **arguments: Any,
-    ) -> str:
-        """The rendered chat, byte-equal to `apply_chat_template(messages, tokenize=False, …)`. Raises RowError."""
-        plain = [_aliased({key: value for key, value in m.items() if value is not None}) for m in messages]
-        merged = {**arguments, **self.arguments}
-        return self.trace(plain, tools, documents, merged, add_generation_prompt=add_generation_prompt).text
-
     def trace(
         self,
         messages: Sequence[Message],

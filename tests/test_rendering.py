@@ -652,4 +652,4 @@ def test_settled_messages_are_what_is_rendered(material: Path) -> None:
             except RowError:
                 continue
             settled = settle(converse(template, messages, tools=TOOLS), template)
-            assert template.text(settled, tools=TOOLS) == rendered.text
+            assert template.trace(settled, TOOLS, None, template.arguments).text == rendered.text

@@ -15,7 +15,8 @@ from etl.config import RunConfig
 from etl.errors import RowError, UsageError
 from etl.records import Message, TokenizerSpec
 from etl.template import THINK_CLOSE, THINK_OPEN, ChatTemplate, probe
-from tests.chats import CONVERSATIONS, DATE, TOOLS, USER, load_template, make_template, say
+from etl.template import _aliased as etl_aliased
+from tests.chats import CONVERSATIONS, DATE, TOOLS, USER, converse, load_template, make_template, say
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -53,9 +54,24 @@ def _theirs(source: str, messages: list[Message], **more: Any) -> str | None:
     return str(texts[0])
 
 
+def _text(
+    template: ChatTemplate,
+    messages: list[Message],
+    tools: list[Any] | None = None,
+    documents: list[Any] | None = None,
+    *,
+    add_generation_prompt: bool = False,
+    **arguments: Any,
+) -> str:
+    """The messages as they are, but for the names that reasoning goes under, by a template."""
+    given = [etl_aliased(message) for message in messages]
+    merged = template.merged(arguments)
+    return template.trace(given, tools, documents, merged, add_generation_prompt=add_generation_prompt).text
+
+
 def _ours(template: ChatTemplate, messages: list[Message], **more: Any) -> str | None:
     try:
-        return template.text(messages, **more)
+        return _text(template, messages, **more)
     except RowError:
         return None
 
@@ -85,14 +101,14 @@ def test_the_text_of_every_template_of_trl_is_byte_equal_to_transformers(materia
 def test_template_arguments_and_documents_reach_the_template(material: Path) -> None:
     template = load_template(material, "qwen3_6", preserve_thinking=True)
     messages = [USER, say("a", reasoning_content="ra"), USER, say("b")]
-    assert _theirs(template.source, messages, preserve_thinking=True) == template.text(messages)
+    assert _theirs(template.source, messages, preserve_thinking=True) == _text(template, messages)
     source = "{% for d in documents %}{{ d.title }};{% endfor %}{{ messages[0].content }}{{ flavour }}"
-    shown = make_template(source).text([USER], documents=[{"title": "T"}], flavour="sweet")
+    shown = _text(make_template(source), [USER], documents=[{"title": "T"}], flavour="sweet")
     assert shown == _theirs(source, [USER], documents=[{"title": "T"}], flavour="sweet") == "T;Hisweet"
 
 
 def test_the_runs_template_arguments_win_over_the_rows() -> None:
-    assert make_template("{{ a }}{{ b }}{{ messages[0].content }}", a=1).text([USER], a=2, b=3) == "13Hi"
+    assert _text(make_template("{{ a }}{{ b }}{{ messages[0].content }}", a=1), [USER], a=2, b=3) == "13Hi"
 
 
 def test_settled_reasoning_renders_the_same_without_the_aliases_of_transformers_5(material: Path) -> None:
@@ -107,8 +123,7 @@ def test_settled_reasoning_renders_the_same_without_the_aliases_of_transformers_
 
 
 def test_null_keys_are_dropped_as_transformers_5_drops_them() -> None:
-    source = "{% for m in messages %}{{ m.content is none }}{{ m.content is defined }}{% endfor %}"
-    assert make_template(source).text([{"role": "user", "content": None}]) == "FalseFalse"
+    assert converse(make_template(CHATML), [{**USER, "name": None}, say("ok")]).messages[0] == USER
 
 
 def test_no_template_and_a_broken_one_are_usage_errors() -> None:
@@ -123,20 +138,20 @@ def test_a_template_that_asks_the_clock_needs_a_date(material: Path) -> None:
     source = (material / "templates" / "llama3_2.jinja").read_text(encoding="utf-8")
     with pytest.raises(UsageError, match="--date"):
         make_template(source, date=None)
-    assert "02 Jan 2026" in make_template(source).text([USER])
-    assert "26 Jul 2024" in make_template(source, date=None, date_string="26 Jul 2024").text([USER])
+    assert "02 Jan 2026" in _text(make_template(source), [USER])
+    assert "26 Jul 2024" in _text(make_template(source, date=None, date_string="26 Jul 2024"), [USER])
 
 
 def test_a_row_that_makes_the_template_ask_the_clock_is_rejected_where_no_date_was_given() -> None:
     template = make_template("{% if messages|length > 5 %}{{ strftime_now('%Y') }}{% endif %}" + CHATML, date=None)
     with pytest.raises(RowError, match="--date"):
-        template.text([USER] * 6)
+        _text(template, [USER] * 6)
 
 
 def test_what_a_template_raises_is_one_line_with_the_reason_template() -> None:
     template = make_template("{{ raise_exception('line one\nline two') }}")
     with pytest.raises(RowError) as error:
-        template.text([USER])
+        _text(template, [USER])
     assert error.value.reason == "template"
     assert error.value.detail == "line one line two"
 
@@ -163,7 +178,7 @@ def test_what_a_template_raises_is_one_line_with_the_reason_template() -> None:
 def test_the_sandbox_holds(expression: str) -> None:
     template = make_template("{% if messages[0].content == 'attack' %}{{ " + expression + " }}{% endif %}")
     with pytest.raises(RowError) as error:
-        template.text([{"role": "user", "content": "attack"}])
+        _text(template, [{"role": "user", "content": "attack"}])
     assert error.value.reason == "template"
 
 
@@ -177,7 +192,7 @@ def test_the_shortcuts_of_the_sandbox_render_as_jinjas_own() -> None:
         "{{ m.content.split('i')|join('-') }}{{ m.content.count('H') }}{% endfor %}"
         "{% macro f(x, y=2) %}{{ x }}{{ y }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ f(1) }}{{ f(1, 3, 4, k=5) }}"
     )
-    assert make_template(source).text([USER, say("it")]) == _theirs(source, [USER, say("it")])
+    assert _text(make_template(source), [USER, say("it")]) == _theirs(source, [USER, say("it")])
 
 
 @pytest.mark.parametrize(

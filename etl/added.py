@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from etl.records import Span
@@ -22,30 +21,24 @@ BLANKS: Final = (
 _WORD: Final = re.compile(r"\w")
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Added token `id` cut out of text[start:end], blanks that it takes in included."""
-
-    id: int
-    start: int
-    end: int
-
-
 class AddedTokens:
-    """Finds the given added tokens, which are `tokenizers.AddedToken`s by id; none is found in an empty set."""
+    """Finds the given `tokenizers.AddedToken`s; none is found where there are none."""
 
-    def __init__(self, tokens: Mapping[int, Any]) -> None:
-        self._by_content = {token.content: (i, token) for i, token in tokens.items() if token.content}
+    def __init__(self, tokens: Iterable[Any]) -> None:
+        self._by_content = {token.content: token for token in tokens if token.content}
         longest_first = sorted(self._by_content, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def find(self, text: str, literal: Sequence[Span] = ()) -> Iterator[Match]:
-        """The tokens in the text in order, passing over any that touches one of the ascending `literal` ranges."""
+    def find(self, text: str, literal: Sequence[Span] = ()) -> Iterator[Span]:
+        """Where tokens are cut out of the text, in order, blanks that they take in included.
+
+        One that touches any of the ascending `literal` ranges is passed over.
+        """
         starts = [start for start, _ in literal]
         done = 0
         for match in self._pattern.finditer(text) if self._pattern else ():
             start, end = match.span()
-            i, token = self._by_content[match[0]]
+            token = self._by_content[match[0]]
             last = bisect_left(starts, end) - 1
             if last >= 0 and literal[last][1] > start:
                 continue
@@ -55,7 +48,7 @@ class AddedTokens:
                 start = max(done, _before_blanks(text, done, start))
             if token.rstrip:
                 end = _after_blanks(text, end)
-            yield Match(i, start, end)
+            yield start, end
             done = end
 
 

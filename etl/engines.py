@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from etl.added import BLANKS, AddedTokens, Match
+from etl.added import BLANKS, AddedTokens
 from etl.errors import RowError
 from etl.records import Span
 
@@ -82,9 +82,9 @@ class Reference:
         self._added = added
         self._absorbing = [i for i, token in added.items() if token.lstrip or token.rstrip]
         normalizer = _parts(self._tokenizer.normalizer, "normalizers")
-        self.cut_out = AddedTokens({i: token for i, token in added.items() if not token.normalized})
-        self._first = self.cut_out if normalizer else AddedTokens(added)
-        self._later = AddedTokens({i: t for i, t in added.items() if normalizer and t.normalized and t.special})
+        self.cut_out = AddedTokens(token for token in added.values() if not token.normalized)
+        self._first = self.cut_out if normalizer else AddedTokens(added.values())
+        self._later = AddedTokens(t for t in added.values() if normalizer and t.normalized and t.special)
         self.normalises_nfc = any(part["type"] == "NFC" for part in normalizer)
         self.largest_id = max(self._tokenizer.get_vocab_size(with_added_tokens=False) - 1, *added, 0)
         splitters = _parts(self._tokenizer.pre_tokenizer, "pretokenizers")
@@ -140,16 +140,16 @@ class Reference:
     def _literal_stretches(self, text: str, literal: Sequence[Span]) -> Iterator[Span]:
         start = 0
         waiting = deque(literal)
-        for match in (*self._first.find(text, literal), Match(-1, len(text), len(text))):
+        for cut, behind in (*self._first.find(text, literal), (len(text), len(text))):
             own: list[Span] = []
-            while waiting and waiting[0][0] < match.start:
+            while waiting and waiting[0][0] < cut:
                 a, b = waiting.popleft()
                 own.append((a - start, b - start))
             if own:
-                if next(self._later.find(text[start : match.start], own), None):
+                if next(self._later.find(text[start:cut], own), None):
                     raise RowError("control_tokens", "this tokenizer cannot be given this control token as text")
-                yield start, match.start
-            start = match.end
+                yield start, cut
+            start = behind
 
     def _without_special(self, text: str, start: int, end: int) -> Offsets:
         """text[start:end] with no special token in it, as what follows other text unless it begins there."""

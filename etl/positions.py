@@ -164,7 +164,7 @@ def _changes(row: Rendered, special: _Special, added: AddedTokens) -> list[_Chan
 
     None where a run is too long: Python orders its marks in the square of their number.
     """
-    begins = frozenset(match.end for match in added.find(row.text, row.literal))
+    begins = frozenset(end for _, end in added.find(row.text, row.literal))
     changes: list[_Change] = []
     for start, end in _runs(special, begins):
         if end - start > _LONGEST_RUN:

@@ -233,11 +233,6 @@ class Encoded:
         if len(self.ids) != len(self.mask) or self.splits[-1] != len(self.ids):
             raise ValueError(f"{len(self.ids)} ids, {len(self.mask)} mask values, rows end at {self.splits[-1]}")
 
-    @property
-    def rows(self) -> int:
-        """Number of rows in the batch."""
-        return len(self.splits) - 1
-
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:

@@ -84,8 +84,8 @@ def look_at_input(config: RunConfig) -> tuple[TokenizerSpec, tuple[Partition, ..
         raise UsageError(str(error)) from error
     spec = load_tokenizer(config)
     probe(ChatTemplate.from_spec(spec, config))
-    plan = _new_plan(listing, config, settings(spec, config), spec.largest_id())
-    return spec, plan.partitions
+    fingerprint = digest(settings(spec, config))
+    return spec, cut_partitions(listing.objects, config.partition_size, fingerprint, listing.compressed)
 
 
 def _check_foreign(storage: Storage, places: Places, ours: Collection[str]) -> None:

@@ -43,13 +43,12 @@ class Batch:
     """Lines that are worked on together: `batch_bytes` of them at most, or a single longer one.
 
     `lines` are those that hold something, in order; `blank` counts those that do not; `rejects` are those that could
-    not be read. `read_bytes`: bytes fetched for it, as stored.
+    not be read.
     """
 
     lines: tuple[Line, ...]
     blank: int = 0
     rejects: tuple[Reject, ...] = ()
-    read_bytes: int = 0
 
     @property
     def line_count(self) -> int:
@@ -74,7 +73,7 @@ def read_batches(
 
 
 def _group(fetcher: _Fetcher, partition: Partition, batch_bytes: int, line_bytes: int) -> Iterator[Batch]:
-    batch = _Collector(fetcher)
+    batch = _Collector()
     try:
         for index, r in enumerate(partition.ranges):
             for item in _read_range(fetcher, index, r, line_bytes):
@@ -90,9 +89,7 @@ def _group(fetcher: _Fetcher, partition: Partition, batch_bytes: int, line_bytes
 class _Collector:
     """The batch that is being filled."""
 
-    def __init__(self, fetcher: _Fetcher) -> None:
-        self._fetcher = fetcher
-        self._read_before = 0
+    def __init__(self) -> None:
         self._clear()
 
     def _clear(self) -> None:
@@ -119,9 +116,7 @@ class _Collector:
             self._rejects.append(item)
 
     def take(self) -> Batch:
-        read = self._fetcher.read_bytes
-        batch = Batch(tuple(self._lines), self._blank, tuple(self._rejects), read - self._read_before)
-        self._read_before = read
+        batch = Batch(tuple(self._lines), self._blank, tuple(self._rejects))
         self._clear()
         return batch
 
@@ -133,7 +128,6 @@ class _Fetcher:
     """The stored bytes of a partition's ranges, requested ahead and handed out in order."""
 
     def __init__(self, partition: Partition, storage: Storage, concurrency: int) -> None:
-        self.read_bytes = 0
         self._storage = storage
         self._ranges = partition.ranges
         self._planned = deque(
@@ -153,7 +147,6 @@ class _Fetcher:
             _, size, future = self._ahead.popleft()
             data = future.result()
             self._ahead_bytes -= size
-            self.read_bytes += len(data)
             self._fill()
             yield data
 
@@ -163,9 +156,7 @@ class _Fetcher:
         step = _OVERHANG_BYTES
         while start < r.size:
             end = min(start + step, r.size)
-            data = self._storage.read(r.url, start, end, r.etag)
-            self.read_bytes += len(data)
-            yield data
+            yield self._storage.read(r.url, start, end, r.etag)
             start, step = end, min(2 * step, _BLOCK_BYTES)
 
     def close(self) -> None:

@@ -138,12 +138,6 @@ def test_small_objects_share_a_batch(tmp_path: Path) -> None:
     assert [len(batch.lines) for batch in batches] == [50]
 
 
-def test_read_bytes_add_up_to_what_is_stored(tmp_path: Path) -> None:
-    packed = gzip.compress(b"hello\n" * 100_000)
-    batches = read_bytes(tmp_path, packed, batch_bytes=10_000)
-    assert sum(batch.read_bytes for batch in batches) == len(packed)
-
-
 class Recording(Storage):
     """The real storage, noting which ranges were asked for and how many at a time."""
 

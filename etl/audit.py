@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from etl.contents import UNREADABLE, key_columns
 from etl.fingerprint import digest
-from etl.ledger import CLOSED, COUNTS, VERSION, Fault, Plan, map_in_order, open_output, read_record
+from etl.ledger import CLOSED, VERSION, Fault, Plan, Sums, map_in_order, open_output, read_record
 from etl.pages import html_fragment, html_table, printable
 from etl.partitions import partition_identity
 from etl.records import ObjectRange
@@ -102,7 +102,7 @@ class Audit:
         self.output = output
         self.plan = output.plan
         self.places = output.places
-        self.sums = Sums()
+        self.sums = Findings()
         self.parts = self.rows = 0
 
     def result(self) -> CheckResult:
@@ -167,8 +167,8 @@ class Audit:
         runs = [run for run in self._runs() if run.get("exit_code") == 0 and run.get("partitions") == total]
         for name in ("verified_rows", "mismatched_rows"):
             known = [run.get(name) for run in runs]
-            if known and self.sums.counts[name] not in known and name not in self.sums.blamed:
-                detail = f"{name} of all receipts add up to {self.sums.counts[name]}, the last run counted {known[-1]}"
+            if known and self.sums.numbers[name] not in known and name not in self.sums.blamed:
+                detail = f"{name} of all receipts add up to {self.sums.numbers[name]}, the last run counted {known[-1]}"
                 yield Fault("wrong_count", f"{self.places.ledger}/receipts/", detail)
 
     def _runs(self) -> Iterator[Mapping[str, Any]]:
@@ -218,13 +218,11 @@ def _stem(name: str) -> str | None:
     return next((stem for stem in match.groups() if stem), None) if match else None
 
 
-class Sums:
+class Findings(Sums):
     """What the receipts add up to, and what is known of each without keeping it."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self.kinds: Counter[str] = Counter()
+        super().__init__()
         self.hashes: dict[str, str] = {}
         self.blamed: set[str] = set()
         self.receipts = 0
@@ -236,17 +234,14 @@ class Sums:
         if receipt is None:
             return
         self.receipts += 1
-        self.counts.update({name: receipt[name] for name in COUNTS})
-        self.counts["parts"] += receipt["part"] is not None
-        self.reasons.update(receipt["reasons"])
-        self.kinds.update(receipt["counts"])
+        self.add_receipt(receipt)
         if receipt["sha256"]:
             self.hashes[receipt["sha256"]] = finding.stem
 
     def totals(self) -> dict[str, Any]:
         """What SUCCESS should say."""
-        sums: dict[str, Any] = {name: self.counts[name] for name in (*CLOSED, "parts")}
-        return sums | {"reasons": dict(self.reasons), "counts": dict(self.kinds)}
+        sums: dict[str, Any] = {name: self.numbers[name] for name in (*CLOSED, "parts")}
+        return sums | {"reasons": dict(self.reasons), "counts": dict(self.counts)}
 
 
 def plan_faults(plan: Plan, where: str) -> Iterator[Fault]:

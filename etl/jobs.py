@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import secrets
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,7 +229,7 @@ class Books:
         self.receipts: dict[str, Mapping[str, Any]] = dict(seen.receipts)
         self.failed: dict[str, str] = {}
         self.tries_again = True
-        self.candidates = _total(self.receipts.values(), "candidates")
+        self.candidates = sum(receipt["candidates"] for receipt in self.receipts.values())
         self.rejected = _counted_rejects(self.receipts.values())
         self.retries = 0
         self.dashboard: str | None = None
@@ -296,7 +295,8 @@ class Books:
         if result.exit_code:
             storage.delete([self.places.success])  # left by a run whose limits were others
         else:
-            ledger.write_success(storage, self.places, plan, result.as_dict() | {"counts": self._counts()})
+            counts = dict(sorted(self._sums().counts.items()))
+            ledger.write_success(storage, self.places, plan, result.as_dict() | {"counts": counts})
 
     def _verdict(self) -> tuple[int, str | None]:
         if self.stopped:
@@ -327,39 +327,32 @@ class Books:
             "then mend the input or raise the limit"
         )
 
-    def _counts(self) -> dict[str, int]:
-        counts: Counter[str] = Counter()
+    def _sums(self) -> ledger.Sums:
+        sums = ledger.Sums()
         for receipt in self.receipts.values():
-            counts.update(receipt["counts"])
-        return dict(sorted(counts.items()))
+            sums.add_receipt(receipt)
+        return sums
 
     def total(self) -> RunResult:
         """The totals of OUTPUT, and how the run ends."""
         exit_code, error = self._verdict()
-        receipts = list(self.receipts.values())
-        reasons: Counter[str] = Counter()
-        for receipt in receipts:
-            reasons.update(receipt["reasons"])
-        totals: dict[str, Any] = {name: _total(receipts, name) for name in ledger.COUNTS}
+        sums = self._sums()
+        numbers: dict[str, Any] = {
+            name: sums.numbers[name] for name in (*ledger.COUNTS, "parts", "fallback_partitions")
+        }
         return RunResult(
-            **totals,
-            reasons=dict(sorted(reasons.items())),
-            parts=sum(receipt["part"] is not None for receipt in receipts),
+            **numbers,
+            reasons=dict(sorted(sums.reasons.items())),
             partitions=len(self.seen.plan.partitions),
             partitions_done_before=len(self.seen.receipts),
             partitions_failed=len(self.failed),
-            engine="+".join(sorted({receipt["engine"] for receipt in receipts})),
-            fallback_partitions=sum(receipt["mismatched_rows"] > 0 for receipt in receipts),
+            engine="+".join(sorted({receipt["engine"] for receipt in self.receipts.values()})),
             retries=self.retries,
             dashboard=self.dashboard,
             output=str(self.seen.config.output),
             exit_code=exit_code,
             error=error,
         )
-
-
-def _total(receipts: Iterable[Mapping[str, Any]], name: str) -> int:
-    return sum(receipt[name] for receipt in receipts)
 
 
 def _counted_rejects(receipts: Iterable[Mapping[str, Any]]) -> int:

@@ -423,6 +423,23 @@ def read_receipts(storage: Storage, places: Places, plan: Plan) -> dict[str, dic
     }
 
 
+class Sums:
+    """Receipts added up, one at a time: numbers, rejects by reason, counts by name."""
+
+    def __init__(self) -> None:
+        self.numbers: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    def add_receipt(self, receipt: Mapping[str, Any]) -> None:
+        """One more."""
+        self.numbers.update({name: receipt[name] for name in COUNTS})
+        self.numbers["parts"] += receipt["part"] is not None
+        self.numbers["fallback_partitions"] += receipt["mismatched_rows"] > 0
+        self.reasons.update(receipt["reasons"])
+        self.counts.update(receipt["counts"])
+
+
 def is_done(stem: str, receipt: Mapping[str, Any], places: Places, sizes: Mapping[str, int]) -> bool:
     """Whether a receipt is the partition's own, and its part is among `sizes` (by URL) with the size that it names."""
     index, identity = receipt.get("index"), receipt.get("identity")

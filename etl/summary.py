@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from etl.ledger import COUNTS, Fault, Places, Plan, is_done, map_in_order, open_output, read_receipt
+from etl.ledger import COUNTS, Fault, Places, Plan, Sums, is_done, map_in_order, open_output, read_receipt
 from etl.pages import counted, escape, html_fragment, html_page, html_section, html_table, number, printable
 from etl.records import LOW_TRAINED_SHARE, Partition
 from etl.storage import Storage
@@ -153,13 +153,11 @@ def _receipts(
     return map_in_order(read, plan.partitions)
 
 
-class _Sums:
-    """Receipts added up, one at a time."""
+class _Sums(Sums):
+    """All that a report says of the partitions, one at a time."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self.kinds: Counter[str] = Counter()
+        super().__init__()
         self.engines: Counter[str] = Counter()
         self.stages: dict[str, float] = {}
         self.drift: dict[str, float] = {}
@@ -177,12 +175,8 @@ class _Sums:
             self.not_done += [partition.stem] if len(self.not_done) < LISTED else []
             return
         self.done += 1
-        self.counts.update({name: receipt[name] for name in COUNTS})
-        self.counts["parts"] += receipt["part"] is not None
-        self.counts["size"] += receipt.get("size") or 0
-        self.counts["fallback_partitions"] += receipt["mismatched_rows"] > 0
-        self.reasons.update(receipt["reasons"])
-        self.kinds.update(receipt["counts"])
+        self.add_receipt(receipt)
+        self.numbers["size"] += receipt.get("size") or 0
         self.engines[str(receipt.get("engine"))] += 1
         _add_up(self.drift, receipt.get("drift"))
         self._add_run(partition, receipt)
@@ -217,10 +211,10 @@ class _Sums:
             partitions=len(plan.partitions),
             partitions_done=self.done,
             not_done=tuple(self.not_done),
-            **{name: self.counts[name] for name in (*COUNTS, "parts", "size", "fallback_partitions")},
+            **{name: self.numbers[name] for name in (*COUNTS, "parts", "size", "fallback_partitions")},
             reasons=dict(sorted(self.reasons.items())),
             examples=examples,
-            counts=dict(sorted(self.kinds.items())),
+            counts=dict(sorted(self.counts.items())),
             engines=dict(sorted(self.engines.items())),
             drift=self.drift,
             stages={stage: round(seconds, 3) for stage, seconds in self.stages.items()},

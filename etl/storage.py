@@ -100,20 +100,19 @@ class Storage:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Storage:
-        """The storage that a run's options describe. Raises UsageError on an option that nothing takes."""
+        """The storage that a run's options describe.
+
+        Raises UsageError on an option that nothing takes, and an endpoint that is none or carries a credential.
+        """
+        if config.endpoint_url is not None:
+            _check_endpoint(config.endpoint_url)
         storage = cls(config.endpoint_url, config.profile, config.anon, dict(config.storage_option))
-        storage.check_options()
+        _s3_arguments(storage)
         return storage
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Only the options travel: no connection, no credential, no count."""
         return Storage, (self.endpoint_url, self.profile, self.anon, dict(self.options))
-
-    def check_options(self) -> None:
-        """Raise UsageError for an unknown storage option, or an endpoint that is none or carries a credential."""
-        if self.endpoint_url is not None:
-            _check_endpoint(self.endpoint_url)
-        _s3_arguments(self)
 
     @property
     def retries(self) -> int:

@@ -212,7 +212,7 @@ def _read_range(fetcher: _Fetcher, index: int, r: ObjectRange, line_bytes: int) 
             if splitter.done:
                 return
     except _DamagedError as damage:
-        yield splitter.reject_rest(damage.detail)
+        yield splitter.reject_rest(str(damage))
         return
     yield from splitter.finish()
 
@@ -330,11 +330,7 @@ def _join_first(pieces: Iterable[bytes], size: int) -> bytes:
 
 
 class _DamagedError(Exception):
-    """The rest of a compressed object cannot be read."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail)
-        self.detail = detail
+    """The rest of a compressed object cannot be read; the message says why."""
 
 
 class _Decoder(Protocol):

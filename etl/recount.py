@@ -29,7 +29,8 @@ KINDS: Final = (
     "plan_mismatch",
 )
 
-DECODERS: Final = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+_CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+DECODERS: Final = threading.BoundedSemaphore(_CORES)
 """Many parts may be on their way, but only as many as there are cores are unpacked at once."""
 
 

@@ -128,7 +128,8 @@ def run_command(words: list[str]) -> int:
     try:
         result = jobs.run(config, watcher)
     except KeyboardInterrupt:
-        result = jobs.RunResult(exit_code=130, error="interrupted; the same command goes on from here")
+        error = "interrupted; the same command goes on from here"
+        result = jobs.RunResult(output=str(config.output), exit_code=130, error=error)
     finally:
         watcher.finish()
     if not flags.quiet:

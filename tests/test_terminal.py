@@ -57,6 +57,15 @@ def test_a_missing_bucket_is_refused_and_not_created(s3: Any, filled: str, capsy
     assert keys(s3, filled) == ["completions/a.jsonl"]
 
 
+def test_a_run_interrupted_before_it_begins_names_its_output(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("etl.jobs.run", interrupted)
+    assert main([*words("b"), "--json"]) == 130
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["output"] == "s3://b/tokens/"
+
+
 def test_missing_credentials_are_named(filled: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")

@@ -6,6 +6,7 @@ The environment is laid before anything is imported: boto, Dask and transformers
 from __future__ import annotations
 
 import atexit
+import datetime
 import os
 import shutil
 import signal
@@ -67,6 +68,19 @@ def qwen36() -> TokenizerSpec:
     from etl.builtin import builtin_spec
 
     return builtin_spec("builtin:qwen3.6")
+
+
+@pytest.fixture
+def pinned_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is `tests.chats.DATE` where transformers renders a template."""
+    from transformers.utils import chat_template_utils
+
+    class Pinned(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> Pinned:
+            return cls(2026, 1, 2, tzinfo=tz)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Pinned)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ the first role header where the author trains it, and turns of which the templat
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,19 +22,11 @@ from etl.rendering import render, settle
 from tests.chats import CONVERSATIONS, TOOLS, converse, load_template
 from tests.test_rendering import MESSAGES
 
+pytestmark = pytest.mark.usefixtures("pinned_clock")
+
 # The author of GLM's variant lets a turn end with the header of the next one, which our contract counts to that one.
 NEXT_HEADER: Final = {("glm4moe", "user last")}
 FEW: Final = ("qwen3_6", "gptoss", "diffusion_gemma", "phi3", "glm4moe")
-
-
-@pytest.fixture(autouse=True)
-def _pinned_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pinned(datetime.datetime):
-        @classmethod
-        def now(cls, tz: datetime.tzinfo | None = None) -> Pinned:
-            return cls(2026, 1, 2, tzinfo=tz)
-
-    monkeypatch.setattr(reference, "datetime", Pinned)
 
 
 class Family:

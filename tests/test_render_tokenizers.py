@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 from pathlib import Path
 
 import pytest
 import transformers
-import transformers.utils.chat_template_utils as reference
 
 from etl.config import RunConfig
 from etl.errors import RowError
@@ -41,19 +39,12 @@ def test_the_newline_behind_gemmas_end_token_is_not_trained_though_it_is_an_adde
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("pinned_clock")
 @pytest.mark.parametrize(
     ("family", "name"),
     [("qwen3", None), ("llama3_1", None), ("gemma3", None), ("deepseek_v3", None), ("gptoss", "gptoss")],
 )
-def test_text_and_ids_are_those_of_apply_chat_template(
-    material: Path, family: str, name: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Pinned(datetime.datetime):
-        @classmethod
-        def now(cls, tz: datetime.tzinfo | None = None) -> Pinned:
-            return cls(2026, 1, 2, tzinfo=tz)
-
-    monkeypatch.setattr(reference, "datetime", Pinned)
+def test_text_and_ids_are_those_of_apply_chat_template(material: Path, family: str, name: str | None) -> None:
     template, spec, folder = _load(material, family, name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rendered_rows = 0

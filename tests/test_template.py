@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import datetime
 import os
 import subprocess
 import sys
@@ -18,21 +17,13 @@ from etl.template import THINK_CLOSE, THINK_OPEN, ChatTemplate, probe
 from etl.template import _aliased as etl_aliased
 from tests.chats import CONVERSATIONS, DATE, TOOLS, USER, converse, load_template, make_template, say
 
+pytestmark = pytest.mark.usefixtures("pinned_clock")
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SOME = ("qwen3", "qwen3_6", "gptoss", "glm4moe_training", "diffusion_gemma", "lfm2_v2")
-
-
-@pytest.fixture(autouse=True)
-def _pinned_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pinned(datetime.datetime):
-        @classmethod
-        def now(cls, tz: datetime.tzinfo | None = None) -> Pinned:
-            return cls(2026, 1, 2, tzinfo=tz)
-
-    monkeypatch.setattr(reference, "datetime", Pinned)
 
 
 def _aliased(message: Message) -> Message:

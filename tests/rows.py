@@ -11,7 +11,7 @@ import json
 import random
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,8 +138,3 @@ def mixed_rows(n: int, seed: int = 0, median_bytes: int = 8000) -> Iterator[Row]
     rng = random.Random(seed)
     for at in range(n):
         yield {"id": f"row-{at:07d}", **mixed_row(rng, median_bytes)}
-
-
-def jsonl(rows: Iterable[Row]) -> bytes:
-    """The rows as JSON lines."""
-    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)

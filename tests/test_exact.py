@@ -18,8 +18,8 @@ from etl import jobs, normalize
 from etl.config import RunConfig
 from etl.records import TokenizerSpec
 from tests.independent import load_plain
-from tests.jobs import stored
-from tests.rows import jsonl, mixed_rows
+from tests.jobs import jsonl, stored
+from tests.rows import mixed_rows
 
 HEADER = "<|im_start|>assistant\n"
 END = "<|im_end|>"

@@ -9,8 +9,8 @@ import pytest
 
 from etl import jobs
 from etl.config import RunConfig
-from tests.jobs import QWEN36, Stored, stored, upload
-from tests.rows import jsonl, mixed_rows
+from tests.jobs import QWEN36, Stored, jsonl, stored, upload
+from tests.rows import mixed_rows
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 

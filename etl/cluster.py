@@ -58,7 +58,7 @@ from etl import ledger
 from etl.config import RunConfig
 from etl.errors import EtlError, UsageError
 from etl.lines import Batch
-from etl.pipeline import Gate, KeptKit, Kit, Outcome, PackedKit, settle, transform
+from etl.pipeline import Gate, KeptKit, Kit, Outcome, PackedKit, transform, tune_worker
 from etl.records import Partition, TokenizerSpec
 from etl.schema import empty_frame, output_schema
 
@@ -161,7 +161,7 @@ class KitPlugin(WorkerPlugin):
         del worker
         for name in os.environ.pop(ENDED, "").split("="):
             os.environ.pop(name, None)
-        settle()
+        tune_worker()
         if self._packed is not None:
             # A process may be several workers, of which one goes and the others stay: a gate for each.
             self.kit, self._packed = dataclasses.replace(self._packed.build(), gate=Gate()), None

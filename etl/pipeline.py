@@ -134,7 +134,7 @@ COLLECTED_AFTER: Final = (50_000, 20, 100)
 """A row is hundreds of containers that die without the collector: with Python's 700 it took a tenth of the time."""
 
 
-def settle() -> None:
+def tune_worker() -> None:
     """Make this process a worker: one native thread, and memory that many small processes can share a machine with.
 
     Arrow's own pool fetches memory in huge pages, each of which is cleared at first touch, in every worker (measured:

@@ -18,7 +18,7 @@ from typing import Final
 from etl import cluster, storage
 from etl.engines import return_freed_memory
 from etl.errors import EtlError
-from etl.pipeline import read_kit, rehearse, settle
+from etl.pipeline import read_kit, rehearse, tune_worker
 
 # Many workers that start at once on few cores are slow at everything; that is no news of a slow disk.
 warnings.filterwarnings("ignore", message="Creating scratch directories", category=UserWarning)
@@ -36,7 +36,7 @@ def _await(path: Path, client: int) -> bool:
 
 
 if "ETL_WARM" in os.environ:
-    settle()
+    tune_worker()
     storage.warm()
     client, path = os.environ["ETL_WARM"].split(" ", 1)
     if _await(Path(path), int(client)):

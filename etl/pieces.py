@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from etl.records import Message, Span
 from etl.template import THINK_CLOSE, THINK_OPEN
 
 Piece: TypeAlias = tuple[str, int, int]
 """A field of the message, and the character range in its text."""
-
-_BLANKS: Final = re.compile(r"\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +105,7 @@ def _core(message: Message, field: str) -> Piece | None:
 
 def _inline_thought(content: str, *, open_prompt: bool, cut: bool) -> tuple[Span, int] | None:
     """Of text that carries its reasoning inline: where the thought lies, and where the answer begins."""
-    blanks = _BLANKS.match(content)
-    at = blanks.end() if blanks else 0
+    at = len(content) - len(content.lstrip())
     opener = THINK_OPEN.match(content, at)
     if at == len(content) or not (opener or open_prompt):
         return None

@@ -479,7 +479,7 @@ def _find_call(row: _Row, k: int, i: int, marked: Marked, intervals: Sequence[Sp
     call = row.messages[k]["tool_calls"][i]
     floor = max((span[1] for name in ("reasoning", "answer") if (span := marked.find(k, name, intervals))), default=0)
     identity = call.get("id") if isinstance(call, dict) else None
-    name = None if (k, f"name {i}") in marked.of else function_of(call).get("name")
+    name = None if marked.bears(k, f"name {i}") else function_of(call).get("name")
     for said, least in ((name, 1), (identity, _TELLING)):
         if isinstance(said, str) and len(said) >= least:
             for start, end in intervals:

@@ -117,15 +117,30 @@ class Path:
         return function(self.values if of is None else self.values[of], *args)
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
+def _refuse(*_: Any, **__: Any) -> Any:
     raise UnfollowableError
 
 
-class Hole:
-    """A text that is not known: literal text and places of a path, end to end.
+class _StandIn:
+    """Stands for a text that is not known, or for something made of it.
 
-    What it has no method for it refuses, so that nothing that a template does goes by unseen.
+    What its kind does not follow it refuses, so that nothing that a template does goes by unseen.
     """
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnfollowableError(name)
+
+    # what Python and Jinja look up on the type itself
+    __add__ = __bool__ = __call__ = __contains__ = __eq__ = __float__ = __format__ = __ge__ = __getitem__ = _refuse
+    __gt__ = __index__ = __int__ = __iter__ = __le__ = __len__ = __lt__ = __mod__ = __mul__ = __radd__ = _refuse
+    __repr__ = __rmod__ = __rmul__ = __rsub__ = __str__ = __sub__ = _refuse
+    __hash__ = _refuse
+
+
+class Hole(_StandIn):
+    """A text that is not known: literal text and places of a path, end to end."""
 
     __slots__ = ("_parts", "_path")
 
@@ -176,16 +191,10 @@ class Hole:
             return self._parts[0]
         return self._path.make(_put_together, None, self._parts)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise UnfollowableError(name)
-
-    # what Python and Jinja look up on the type itself
-    __call__ = __float__ = __format__ = __ge__ = __getitem__ = __gt__ = __index__ = __int__ = __iter__ = _refuse
-    __le__ = __len__ = __lt__ = __mod__ = __mul__ = __repr__ = __rmod__ = __rmul__ = __str__ = _refuse
-    __hash__ = _refuse
+    __hash__ = _refuse  # which a class with an __eq__ of its own does not inherit
 
 
-class _Split:
+class _Split(_StandIn):
     """A hole's text split at a separator: its first and last piece, and all of them where it is but one."""
 
     __slots__ = ("_hole", "_separator")
@@ -205,14 +214,8 @@ class _Split:
             raise UnfollowableError
         return iter((self._hole,))
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise UnfollowableError(name)
 
-    __bool__ = __contains__ = __eq__ = __getitem__ = __len__ = __repr__ = __str__ = _refuse
-    __hash__ = _refuse
-
-
-class _Length:
+class _Length(_StandIn):
     """A hole's length, which can only be told from 0."""
 
     __slots__ = ("_hole",)
@@ -231,11 +234,6 @@ class _Length:
             raise UnfollowableError
         return not self._hole
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise UnfollowableError(name)
-
-    __add__ = __ge__ = __index__ = __int__ = __le__ = __lt__ = __mul__ = __radd__ = _refuse
-    __repr__ = __rsub__ = __str__ = __sub__ = _refuse
     __hash__ = _refuse
 
 
@@ -269,7 +267,7 @@ def _joined(before: tuple[Part, ...], after: tuple[Part, ...]) -> tuple[Part, ..
 # --- where a template meets holes ---
 
 
-class _Method:
+class _Method(_StandIn):
     """A method of a hole's text, to be called and nothing else."""
 
     __slots__ = ("_hole", "_name")
@@ -281,15 +279,6 @@ class _Method:
     def call(self, *args: Any) -> Hole | _Split | bool:
         """What the method gives. Raises UnfollowableError."""
         return self._hole.call(self._name, *args)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise UnfollowableError(name)
-
-    __bool__ = __call__ = __contains__ = __eq__ = __getitem__ = __iter__ = __len__ = __repr__ = __str__ = _refuse
-    __hash__ = _refuse
-
-
-_STANDINS: Final = (Hole, _Split, _Length, _Method)
 
 
 class Following(ImmutableSandboxedEnvironment):
@@ -348,7 +337,7 @@ def _following(function: Callable[..., Any], of_hole: Callable[..., Any]) -> Cal
 
 
 def _holds(*values: Any) -> bool:
-    return any(isinstance(value, _STANDINS) for value in values)
+    return any(isinstance(value, _StandIn) for value in values)
 
 
 def _filter(name: str, value: Any, *args: Any) -> Any:

@@ -721,7 +721,6 @@ _CSS: Final = (
     ".etl-preview .s.on>b{font-weight:700;color:var(--fg)}"
     ".etl-preview .t{border-left:1px solid var(--line);color:var(--off);unicode-bidi:isolate}"
     ".etl-preview .on .t{color:var(--fg);background:var(--k);border-bottom:2px solid var(--off)}"
-    ".etl-preview .i{opacity:.6}"
     ".etl-preview .bad{color:#fff;background:#b3261e;padding:.2rem .5rem;font-weight:700;overflow-wrap:anywhere}"
 )
 _DARK: Final = "--fg:#ececec;--bg:#161616;--off:#a2a2a2"

@@ -10,7 +10,6 @@ STYLE: Final = (
     "body{font:14px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
     ".etl table{border-collapse:collapse;margin:.3rem 0 1.2rem}"
     ".etl td,.etl th{text-align:left;vertical-align:top;padding:.15rem .8rem .15rem 0;border-bottom:1px solid #8884}"
-    ".etl code{white-space:pre-wrap;overflow-wrap:anywhere}"
     ".etl .loud{background:#c00;color:#fff;font-weight:bold;padding:.5rem .8rem}"
 )
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import linecache
 import logging
 import os
@@ -48,6 +49,7 @@ from distributed import (
 )
 from distributed.client import ClosedClientError
 from distributed.comm import CommClosedError, parse_address, parse_host_port
+from distributed.comm.registry import backends
 from distributed.metrics import context_meter
 from distributed.security import Security
 from distributed.system import MEMORY_LIMIT
@@ -191,21 +193,36 @@ class StageClock:
 class OpenPartition:
     """A partition whose objects are being fetched: what `read` hands to `tokenize` in a frame of one cell.
 
-    Between processes only the partition and the kit's name travel; the fetch starts again where it arrives.
+    Between processes only the partition and the kit's name travel; the fetch starts again in the task that it arrives
+    for, since it arrives outside of any task, where a process of several workers does not know which of them it is.
     """
 
     def __init__(self, partition: Partition, kit_name: str) -> None:
         self.partition = partition
         self.kit_name = kit_name
-        kit = _kit(kit_name)
+        self._started = time.perf_counter()
+        self._begun: Iterator[Batch] | None = None
+
+    def begin(self) -> None:
+        """Begin to fetch."""
+        self._begun = self.kit.read(self.partition)
+
+    @functools.cached_property
+    def kit(self) -> Kit:
+        """What this worker has of the run."""
+        kit = _kit(self.kit_name)
         # A storage of its own counts this partition's retries alone; the connections are the process's anyway.
-        self.kit = dataclasses.replace(kit, storage=dataclasses.replace(kit.storage))
-        self.task = ledger.Task(str(kit.config.output), kit.fingerprint, partition, time.perf_counter(), kit.gate)
-        self.begun: Iterator[Batch] | None = self.kit.read(partition)
+        return dataclasses.replace(kit, storage=dataclasses.replace(kit.storage))
+
+    @property
+    def task(self) -> ledger.Task:
+        """The partition as a task of the run."""
+        kit = self.kit
+        return ledger.Task(str(kit.config.output), kit.fingerprint, self.partition, self._started, kit.gate)
 
     def batches(self) -> Iterator[Batch]:
         """The stream whose fetch has begun; a new one on every further call."""
-        begun, self.begun = self.begun, None
+        begun, self._begun = self._begun, None
         return begun if begun is not None else self.kit.read(self.partition)
 
     def __reduce__(self) -> tuple[type, tuple[Partition, str]]:
@@ -230,7 +247,9 @@ def _kit(name: str) -> Kit:
 
 def read(partition: Partition, kit_name: str) -> pd.DataFrame:
     """Partition -> a frame of one cell holding the stream of its line batches, whose fetch has begun."""
-    return pd.DataFrame({"batches": pd.Series([OpenPartition(partition, kit_name)], dtype=object)})
+    opened = OpenPartition(partition, kit_name)
+    opened.begin()
+    return pd.DataFrame({"batches": pd.Series([opened], dtype=object)})
 
 
 def tokenize(opened: pd.DataFrame) -> pd.DataFrame:
@@ -314,9 +333,14 @@ def _turn(kit: Kit) -> AbstractContextManager[Any]:
 
 
 def check_startable(config: RunConfig) -> None:
-    """Raise UsageError where no cluster could be had: no scheduler answers, a dashboard's address that is none; for
-    processes of our own too few files, or a script without a main guard, which each worker would import and start.
+    """Raise UsageError where no cluster could be had: no scheduler answers, a dashboard's address that is none, no
+    place for `--profile-report`; for processes of our own too few files, or a script without a main guard, which each
+    worker would import and start.
     """
+    if config.profile_report is not None:
+        report = Path(config.profile_report)
+        if report.is_dir() or not report.parent.is_dir():
+            raise UsageError(f"--profile-report {report}: name a file in a folder that exists")
     if config.scheduler is not None:
         _find_scheduler(config.scheduler)
         return
@@ -333,13 +357,17 @@ def check_startable(config: RunConfig) -> None:
 
 
 def _find_scheduler(url: str) -> None:
+    scheme, place = parse_address(url, strict=False)
+    if scheme not in backends:
+        raise UsageError(f"--scheduler {url}: give the scheduler's own address, e.g. tcp://127.0.0.1:8786")
     try:
-        scheme, place = parse_address(url)
         if scheme == "tls" and Security().get_connection_args("client")["ssl_context"] is None:
             raise UsageError(f"--scheduler {url}: TLS needs certificates; name them under distributed.comm.tls of Dask")
         if scheme in {"tcp", "tls"}:
             socket.create_connection(parse_host_port(place), timeout=5).close()
-    except (OSError, ValueError, OverflowError) as error:
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"--scheduler {url} is not tcp://HOST:PORT") from error
+    except OSError as error:
         raise UsageError(f"--scheduler {url}: no Dask scheduler answers there ({type(error).__name__})") from error
 
 
@@ -539,10 +567,12 @@ def fills_cores(config: RunConfig) -> bool:
     return config.scheduler is None and worker_count(config) >= cpu_count()
 
 
-def describe_crowd(config: RunConfig) -> str | None:
-    """What to say of more local workers than cores; None where there are not."""
+def describe_crowd(config: RunConfig, client: Client) -> str | None:
+    """What is said of more workers than cores, or of a running cluster without any."""
+    if config.scheduler is not None:
+        return None if client.nthreads() else f"no worker has joined {config.scheduler} yet; waiting for the first"
     workers, cores = worker_count(config), cpu_count()
-    if config.scheduler is not None or workers <= cores:
+    if workers <= cores:
         return None
     return f"{workers} workers on {cores} {'core' if cores == 1 else 'cores'}: only as many compute at a time"
 
@@ -614,14 +644,16 @@ def _rows(
     return opened.map_partitions(stage, meta=empty_frame(output_schema(config.keep_fields)), enforce_metadata=False)
 
 
-def lazy_frame(partitions: Sequence[Partition], kit_name: str, spec: TokenizerSpec, config: RunConfig) -> dd.DataFrame:
+def lazy_frame(partitions: Sequence[Partition], spec: TokenizerSpec, config: RunConfig) -> dd.DataFrame:
     """The rows as a lazy Dask DataFrame in SCHEMA; works with the current Client, and without one in threads."""
-    packed = PackedKit.pack(kit_name, spec, config)
-    _HERE[kit_name] = functools.cache(packed.build)
+    packed = PackedKit.pack("", spec, config)
+    # Named by what it holds: a notebook's cell that is run again adds no further one to this process and the workers.
+    packed = dataclasses.replace(packed, name=f"etl-frame-{hashlib.sha256(packed.packed).hexdigest()[:12]}")
+    _HERE.setdefault(packed.name, functools.cache(packed.build))
     with contextlib.suppress(ValueError):  # there is no Client
         ship(default_client(), packed)
     with dask.config.set({"dataframe.convert-string": False}):
-        return _rows(partitions, kit_name, config, tokenize_alone)
+        return _rows(partitions, packed.name, config, tokenize_alone)
 
 
 def run_partitions(
@@ -666,25 +698,27 @@ def slide(
     waiting = iter(items)
     owner: dict[Any, T] = {}
     done = as_completed(with_results=False)
-    at_once = max(2, _computing_at_once(client))
-    window = 4 * at_once  # for each one that computes, one that waits in the worker, and two that are being written
+    at_once = 0
 
-    def fill(count: int) -> None:
-        chunk = list(islice(waiting, count))
+    def fill() -> None:
+        nonlocal at_once
+        at_once = max(2, _computing_at_once(client))  # more workers may have come by now
+        # for each one that computes, one that waits in the worker, and two that are being written
+        chunk = list(islice(waiting, max(0, 4 * at_once - len(owner))))
         if chunk:
             futures = list(submit(chunk))
             owner.update(zip((f.key for f in futures), chunk, strict=True))
             done.update(futures)
 
-    fill(window)
+    fill()
     while owner:
         future = next(done)
         item = owner.pop(future.key)
         error = future.exception()
         yield item, error if error is not None else future.result()
         future.release()
-        if len(owner) <= window - at_once:
-            fill(window - len(owner))
+        if len(owner) <= 3 * at_once:
+            fill()
 
 
 def _computing_at_once(client: Client) -> int:
@@ -693,5 +727,6 @@ def _computing_at_once(client: Client) -> int:
     More at once would only take turns, and each would pay for its first partition before any is done (measured: 128
     workers on two cores took 1.7 times as long as two, and 75 s to the first receipt).
     """
-    workers = len(client.scheduler_info(n_workers=-1)["workers"])
-    return min(workers, cpu_count()) if isinstance(client.cluster, LocalCluster) else workers
+    if isinstance(client.cluster, LocalCluster):
+        return min(len(client.cluster.workers), cpu_count())
+    return len(client.nthreads())

@@ -134,7 +134,7 @@ def frame(config: RunConfig) -> Any:
     compute on its workers. Raises UsageError as `run` does.
     """
     spec, partitions = look_at_input(config)
-    return cluster.lazy_frame(partitions, f"etl-frame-{secrets.token_hex(6)}", spec, config)
+    return cluster.lazy_frame(partitions, spec, config)
 
 
 def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
@@ -196,7 +196,7 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str, w
     with cluster.connect(config, kit, warm) as client:
         books.dashboard = None if config.no_dashboard else client.dashboard_link
         watcher.say(f"dashboard: {books.dashboard or 'off'}")
-        if crowd := cluster.describe_crowd(config):
+        if crowd := cluster.describe_crowd(config, client):
             watcher.say(crowd)
         cluster.ship(client, kit, warm)
         for partition, receipt in cluster.run_partitions(client, todo, kit.name, config):

@@ -17,8 +17,9 @@ from typing import Any
 import cloudpickle
 import dask
 import pytest
+from dask.dataframe.dask_expr import new_collection
 from dask.system import cpu_count
-from distributed import Client, LocalCluster, SchedulerPlugin
+from distributed import Client, LocalCluster, SchedulerPlugin, futures_of, wait
 
 from etl import cluster, jobs
 from etl.errors import UsageError
@@ -105,12 +106,54 @@ def test_of_many_partitions_the_scheduler_knows_a_window_alone(
     assert most <= window + window // 4  # those just released may not be forgotten yet
 
 
-def test_more_workers_than_cores_are_said(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_than_cores_are_said(bucket: str, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "cpu_count", lambda: 2)
-    said = cluster.describe_crowd(config(bucket, workers=128))
+    said = cluster.describe_crowd(config(bucket, workers=128), client)
     assert said == "128 workers on 2 cores: only as many compute at a time"
-    assert cluster.describe_crowd(config(bucket, workers=2)) is None
-    assert cluster.describe_crowd(config(bucket, scheduler="tcp://127.0.0.1:1")) is None
+    assert cluster.describe_crowd(config(bucket, workers=2), client) is None
+    assert cluster.describe_crowd(config(bucket, scheduler=client.scheduler.address), client) is None
+
+
+def test_workers_that_join_late_are_waited_for_with_a_word_and_given_work(s3: Any, bucket: str) -> None:
+    upload(s3, bucket, {f"{i:02}.jsonl": jsonl(small_rows(2, f"{i}-")) for i in range(40)})
+    with LocalCluster(n_workers=0, threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=50) as late:
+        address = late.scheduler_address
+        said = []
+        most = 0
+
+        class Joining(Watcher):
+            def say(self, text: str) -> None:
+                said.append(text)
+                if text.startswith("no worker"):
+                    late.scale(3)
+
+            def advance(self, _receipt: Any) -> None:
+                nonlocal most
+                most = max(most, len(late.scheduler.tasks))
+
+        result = jobs.run(config(bucket, scheduler=address, partition_bytes=400), Joining())
+    assert f"no worker has joined {address} yet; waiting for the first" in said
+    assert (result.exit_code, result.rows) == (0, 80)
+    assert most > 8  # what two workers would have been given
+
+
+def test_an_opened_partition_that_moves_to_another_worker_is_opened_there(s3: Any, bucket: str, client: Client) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(7))})
+    frame = jobs.frame(config(bucket))
+    opened = client.persist(new_collection(frame.expr.dependencies()[0]), optimize_graph=False)
+    (holding,) = futures_of(opened)
+    wait(holding)
+    there = set(client.who_has([holding])[holding.key])
+    others = [address for address in client.nthreads() if address not in there]
+    assert len(client.submit(cluster.tokenize_alone, holding, workers=others).result(timeout=60)) == 7
+
+
+def test_the_same_frame_again_adds_no_further_tokenizer(s3: Any, bucket: str, client: Client) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(2))})
+    jobs.frame(config(bucket))
+    known = client.run_on_scheduler(kits)
+    assert len(jobs.frame(config(bucket)).compute()) == 2
+    assert client.run_on_scheduler(kits) == known
 
 
 def test_the_optimised_expression_has_one_key_a_partition(bucket: str) -> None:
@@ -159,13 +202,32 @@ def test_the_dashboard_keeps_to_loopback_and_moves_where_its_port_is_taken(bucke
             assert address not in connected.dashboard_link
 
 
-def test_a_scheduler_that_does_not_answer_is_one_line(bucket: str, qwen36: TokenizerSpec) -> None:
-    options = config(bucket, scheduler="tcp://127.0.0.1:9")
-    with (
-        pytest.raises(UsageError, match="no Dask scheduler answers there"),
-        cluster.connect(options, PackedKit.pack("kit", qwen36, options)),
-    ):
-        pass
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("tcp://127.0.0.1:9", "no Dask scheduler answers there"),
+        ("tcp://no-such-host.invalid:8786", "no Dask scheduler answers there"),
+        ("http://127.0.0.1:8787/status", "give the scheduler's own address, e.g. tcp://127.0.0.1:8786"),
+        ("127.0.0.1", "is not tcp://HOST:PORT"),
+    ],
+)
+def test_a_scheduler_that_cannot_be_one_is_one_line_before_anything_is_written(
+    s3: Any, bucket: str, address: str, said: str
+) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(1))})
+    with pytest.raises(UsageError, match=re.escape(said)):
+        jobs.run(config(bucket, scheduler=address))
+    assert s3.list_objects_v2(Bucket=bucket, Prefix="tokens/")["KeyCount"] == 0
+
+
+@pytest.mark.parametrize("place", [".", "none/profile.html"])
+def test_a_profile_report_that_cannot_be_written_is_one_line_before_anything_is(
+    s3: Any, bucket: str, tmp_path: Path, place: str
+) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(1))})
+    with pytest.raises(UsageError, match="--profile-report .*: name a file in a folder that exists"):
+        jobs.run(config(bucket, workers=1, profile_report=str(tmp_path / place)))
+    assert s3.list_objects_v2(Bucket=bucket, Prefix="tokens/")["KeyCount"] == 0
 
 
 def children(of: str) -> list[str]:

@@ -727,6 +727,5 @@ def _computing_at_once(client: Client) -> int:
     More at once would only take turns, and each would pay for its first partition before any is done (measured: 128
     workers on two cores took 1.7 times as long as two, and 75 s to the first receipt).
     """
-    if isinstance(client.cluster, LocalCluster):
-        return min(len(client.cluster.workers), cpu_count())
-    return len(client.nthreads())
+    own = client.cluster.workers if isinstance(client.cluster, LocalCluster) else None
+    return len(client.nthreads()) if own is None else min(len(own), cpu_count())

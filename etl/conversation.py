@@ -104,7 +104,7 @@ def _candidates(
         return [_reject(place.line, draft, choice)]
     try:
         if draft.text is not None or draft.token_ids is not None:
-            return [_without_messages(draft, choice, place)]
+            return [_without_messages(draft, choice, place, config)]
         return [*_conversations(draft, choice, place, config, traits)]
     except RowError as error:
         return [_reject(place.line, error, choice)]
@@ -112,9 +112,12 @@ def _candidates(
         return [_reject(place.line, _too_deep(), choice)]
 
 
-def _without_messages(draft: Draft, choice: int, place: _Place) -> Conversation:
+def _without_messages(draft: Draft, choice: int, place: _Place, config: RunConfig) -> Conversation:
     if not place.clean:
         require_text(draft.text, "text")
+    cut = is_cut(draft.finish_reason)
+    if cut and config.truncated_completions == "reject":
+        raise RowError("truncated", "the completion was cut by the length limit")
     return Conversation(
         place.row_id,
         place.line.source,
@@ -123,6 +126,7 @@ def _without_messages(draft: Draft, choice: int, place: _Place) -> Conversation:
         -1,
         completion_tokens=draft.completion_tokens,
         kept=place.kept,
+        counts={"truncated_rows": 1} if cut else {},
         shape=draft.shape,
         text=draft.text,
         token_ids=draft.token_ids,

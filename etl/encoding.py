@@ -49,7 +49,7 @@ class Encoder:
         self._lengths = self.truth.byte_lengths()
         self._longest = 1 if self._lengths is None else int(self._lengths.max())
         self._fast: Gigatoken | None = None
-        self.why: str | None = "--engine transformers" if engine == "transformers" else None
+        self.why: str | None = None
         if engine != "transformers":
             try:
                 self._fast = load_agreeing(spec.backend_json, self.truth)

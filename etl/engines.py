@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import re
 import resource
@@ -86,11 +87,15 @@ class Reference:
         self._first = self.cut_out if normalizer else AddedTokens(added.values())
         self._later = AddedTokens(t for t in added.values() if normalizer and t.normalized and t.special)
         self.normalises_nfc = any(part["type"] == "NFC" for part in normalizer)
-        self.largest_id = max(self._tokenizer.get_vocab_size(with_added_tokens=False) - 1, *added, 0)
         splitters = _parts(self._tokenizer.pre_tokenizer, "pretokenizers")
         self._marks_first = any(part.get("prepend_scheme") == "first" for part in splitters)
         if self._marks_first:
             self._tokenizer.add_tokens([tokenizers.AddedToken(_STANDIN, normalized=False)])
+
+    @functools.cached_property
+    def largest_id(self) -> int:
+        """The highest id there is, in a vocabulary with holes too; found out when a row that came as ids asks."""
+        return max((*self._tokenizer.get_vocab(with_added_tokens=False).values(), *self._added), default=-1)
 
     def ids(self, text: str) -> Ids:
         """Token ids, int32 [n]. Raises RowError where the text defeats the tokenizer."""
@@ -187,7 +192,7 @@ class Reference:
             return None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         count = len(vocabulary)
-        lengths = np.zeros(max(self.largest_id, *vocabulary.values()) + 1, np.int32)
+        lengths = np.zeros(max((*vocabulary.values(), *self._added), default=0) + 1, np.int32)
         places = np.fromiter(vocabulary.values(), np.int64, count)
         lengths[places] = np.fromiter(map(width, vocabulary), np.int32, count)
         for i, token in self._added.items():
@@ -197,8 +202,8 @@ class Reference:
 
     def awkward_texts(self) -> list[str]:
         """Texts for the start-up check: AWKWARD, this tokenizer's added tokens in bad company, tokens as words."""
-        step = max(1, self.largest_id // _SAMPLED_TOKENS)
-        words = "\n".join(self._tokenizer.decode([i]) for i in range(0, self.largest_id + 1, step))
+        count = self._tokenizer.get_vocab_size()
+        words = "\n".join(self._tokenizer.decode([i]) for i in range(0, count, max(1, count // _SAMPLED_TOKENS)))
         contents = [token.content for token in self._added.values()]
         chosen = contents[:: max(1, len(contents) // _SAMPLED_ADDED)]
         beside = [f"x {token} \n y{token}{token}\u0338 {token[:-1]}\u0301{token[1:]}" for token in chosen]

@@ -169,7 +169,8 @@ def _hold_and_run(seen: Survey, watcher: Watcher, warm: Path | None) -> RunResul
         result = books.close()
         if lease.lost is None:
             with books.ending():
-                ledger.write_run(seen.storage, seen.places, run_id, result.as_dict())
+                model = {"tokenizer": seen.spec.name, "revision": seen.spec.revision}
+                ledger.write_run(seen.storage, seen.places, run_id, result.as_dict() | model)
     return books.total()
 
 
@@ -199,12 +200,16 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str, w
         if crowd := cluster.describe_crowd(config, client):
             watcher.say(crowd)
         cluster.ship(client, kit, warm)
+        said: set[str] = set()
         for partition, receipt in cluster.run_partitions(client, todo, kit.name, config):
             lease.check()
             if isinstance(receipt, Exception):
                 books.fail(partition, receipt)
             else:
                 books.enter(partition, receipt)
+                if (why := receipt["run"].get("why")) and why not in said:
+                    said.add(why)
+                    watcher.say(f"engine {receipt['engine']}: {why}")
                 watcher.advance(receipt)
             if books.stopped:
                 break

@@ -161,7 +161,7 @@ def write_partition(storage: Storage, task: Task, outcome: Outcome, part: Part, 
             put(places.rejects(stem), encode_rejects(outcome.rejects, task.partition))
         if part.body is not None:
             put(places.part(stem), part.body)
-    receipt = _lasting(task, outcome, part) | {"run": _passing(storage, task, clock)}
+    receipt = _lasting(task, outcome, part) | {"run": _passing(storage, task, clock, outcome)}
     put(places.receipt(stem), encode_json(receipt))
     return receipt
 
@@ -194,12 +194,14 @@ def _lasting(task: Task, outcome: Outcome, part: Part) -> dict[str, Any]:
     }
 
 
-def _passing(storage: Storage, task: Task, clock: StageSeconds) -> dict[str, Any]:
+def _passing(storage: Storage, task: Task, clock: StageSeconds, outcome: Outcome) -> dict[str, Any]:
+    why = {} if outcome.why is None else {"why": outcome.why}  # this engine, and not the fast one
     return {
         "seconds": round(time.perf_counter() - task.started, 4),
         "stages": {stage: round(seconds, 4) for stage, seconds in clock.seconds.items()},
         "host": platform.node(),
         "retries": storage.retries,
+        **why,
     }
 
 

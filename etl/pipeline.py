@@ -204,7 +204,10 @@ def rehearse(kit: Kit) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A partition's rows in SCHEMA, its rejects, and the counts of its receipt."""
+    """A partition's rows in SCHEMA, its rejects, and the counts of its receipt.
+
+    `engine` encoded its rows; `why` says what spoke against the fast one, or is None.
+    """
 
     table: pa.Table
     rejects: tuple[Reject, ...]
@@ -214,6 +217,7 @@ class Outcome:
     counts: dict[str, int]
     drift: dict[str, int]
     engine: str
+    why: str | None
     verified_rows: int
     mismatched_rows: int
 
@@ -285,6 +289,7 @@ class _SoFar:
             dict(self.counts),
             dict(self.drift),
             kit.encoder.engine_name,
+            kit.encoder.why,
             self.totals["verified"],
             self.totals["mismatched"],
         )

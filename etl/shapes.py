@@ -91,7 +91,9 @@ def _is_tokenized(row: Row) -> bool:
 def _read_tokenized(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
     prompt = _token_ids(row.get("prompt_token_ids") or [], "prompt_token_ids")
     generated = _token_ids(row.get("token_ids"), "token_ids")
-    return [Draft("tokenized", row, [], token_ids=(prompt, generated), completion_tokens=_usage(row, row))]
+    recorded = _usage(row, row)
+    reason = row.get("finish_reason")
+    return [Draft("tokenized", row, [], 0, reason, recorded, token_ids=(prompt, generated))]
 
 
 def _token_ids(value: Any, name: str) -> list[int]:

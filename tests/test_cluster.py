@@ -225,7 +225,7 @@ def test_a_profile_report_that_cannot_be_written_is_one_line_before_anything_is(
     s3: Any, bucket: str, tmp_path: Path, place: str
 ) -> None:
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(1))})
-    with pytest.raises(UsageError, match="--profile-report .*: name a file in a folder that exists"):
+    with pytest.raises(UsageError, match=r"--profile-report .*: name a file in a folder that exists"):
         jobs.run(config(bucket, workers=1, profile_report=str(tmp_path / place)))
     assert s3.list_objects_v2(Bucket=bucket, Prefix="tokens/")["KeyCount"] == 0
 

@@ -457,6 +457,18 @@ def test_an_engine_that_would_differ_is_not_taken_and_says_on_what(small: Tokeni
         Encoder(spec, "gigatoken")
 
 
+def test_given_ids_may_reach_the_highest_of_a_vocabulary_with_holes(small: TokenizerSpec) -> None:
+    def make_hole(whole: dict[str, Any]) -> None:
+        last = max(whole["model"]["vocab"], key=whole["model"]["vocab"].get)
+        whole["model"]["vocab"][last] = 3_000_000
+
+    spec = changed(small, make_hole)
+    assert spec.largest_id() == 3_000_000
+    encoded = Encoder(spec).encode([([1], [3_000_000]), ([1], [3_000_001])])
+    assert encoded.ids.tolist() == [1, 3_000_000]
+    assert list(encoded.failed) == [1]
+
+
 def test_a_tokenizer_without_fixed_lengths_takes_the_references_offsets(small: TokenizerSpec) -> None:
     def fold_case(whole: dict[str, Any]) -> None:
         whole["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}

@@ -13,7 +13,8 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
-from distributed import Client
+import tokenizers
+from distributed import Client, LocalCluster
 
 from etl import jobs
 from etl.config import RunConfig
@@ -21,6 +22,7 @@ from etl.errors import StorageError, UsageError
 from etl.schema import COLUMNS, SCHEMA
 from etl.storage import Storage
 from etl.surveys import Survey, survey
+from etl.watcher import Watcher
 from tests.jobs import chat, config, jsonl, small_rows, stored, upload, workers
 from tests.outputs import Hands, go_on, make_output, mixed_objects
 
@@ -495,6 +497,33 @@ def test_a_frame_is_lazy_and_computes_the_rows_of_a_run_in_threads_or_on_a_clust
     assert in_threads.equals(written)
     assert pa.Table.from_pandas(on_cluster, schema=SCHEMA, preserve_index=False).equals(written)
     assert list(lazy.dtypes) == [pd.ArrowDtype(field.type) for field in SCHEMA]
+
+
+def test_a_run_says_why_it_does_without_the_fast_engine_and_which_tokenizer_it_took(
+    s3: Any, bucket: str, tmp_path: Path
+) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl([chat(f"{i}", "Hi", "ok")]) for i in range(3)})
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "ok": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(kind))
+    said: list[str] = []
+
+    class Listening(Watcher):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    with LocalCluster(n_workers=1, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50) as own:
+        options = config(bucket, scheduler=own.scheduler_address, tokenizer=str(tmp_path), partition_bytes=100)
+        result = jobs.run(options, Listening())
+    assert (result.exit_code, result.error, result.engine) == (0, None, "transformers")
+    (why,) = [text for text in said if text.startswith("engine")]
+    assert why.startswith("engine transformers: gigatoken cannot load it (")
+    (entry,) = s3.list_objects_v2(Bucket=bucket, Prefix="tokens/__etl/runs/")["Contents"]
+    record = json.load(s3.get_object(Bucket=bucket, Key=entry["Key"])["Body"])
+    assert (record["tokenizer"], record["revision"]) == (str(tmp_path), None)
 
 
 def test_the_shapes_that_were_found_are_counted_in_the_receipt(s3: Any, bucket: str, run: Any) -> None:

@@ -109,6 +109,13 @@ def test_ids_that_are_none_are_a_shape_reject(bad: list[Any]) -> None:
     assert reject_of({"prompt_token_ids": bad, "token_ids": [1]}).reason == "shape"
 
 
+def test_a_completion_that_came_as_ids_and_was_cut_is_counted_or_rejected() -> None:
+    row = {"prompt_token_ids": [1], "token_ids": [2], "finish_reason": "length"}
+    assert row_of(row).counts == {"truncated_rows": 1}
+    assert row_of({**row, "finish_reason": "stop"}).counts == {}
+    assert reject_of(row, truncated_completions="reject").reason == "truncated"
+
+
 def test_token_ids_beside_messages_only_record_the_length() -> None:
     conversation = row_of({**ROWS["messages"], "token_ids": [1, 2, 3]})
     assert (conversation.shape, conversation.completion_tokens) == ("messages", 3)

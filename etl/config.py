@@ -44,6 +44,12 @@ FIELDS: Final = (
 )
 """What a row is read for, and so what `--field` can point elsewhere."""
 
+RENDERED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""What a template is rendered with, beside its arguments."""
+
+LEAST_MEMORY: Final = 64 * 2**20
+"""A worker's own code takes more: with less, Dask would end each as soon as it begins."""
+
 _UNITS: Final = {"": 1, "b": 1} | {
     unit: base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -150,16 +156,24 @@ class RunConfig:
             self._set(**{option.name: _read(option.name, str(option.type), getattr(self, option.name))})
         if not self.input or not all(self.input):
             raise UsageError("name at least one INPUT, e.g. s3://bucket/completions/")
+        if self.output == "":
+            raise UsageError("OUTPUT is empty; name one, e.g. s3://bucket/tokens/")
         self._set(partition_bytes=parse_size(self.partition_bytes, "partition_bytes"))
         if self.memory_limit is not None:
             self._set(memory_limit=parse_size(self.memory_limit, "memory_limit"))
+            if int(self.memory_limit) < LEAST_MEMORY:
+                raise UsageError(
+                    f"--memory-limit {self.memory_limit} is less than any worker needs; give at least 64MiB"
+                )
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{_flag(name)} {getattr(self, name)!r} is unknown; choose {', '.join(allowed)}")
         if self.layout != "default":
             raise UsageError(f"--layout {self.layout}: not yet")
         self._check_numbers()
-        self._check_values()
+        self._check_rows()
+        self._check_template()
+        self._check_storage()
         if self.workers is not None and self.scheduler is not None:
             raise UsageError("--workers and --scheduler exclude each other: a running cluster has its own workers")
 
@@ -179,22 +193,32 @@ class RunConfig:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise UsageError(f"{_flag(name)} {value!r} must be a share between 0 and 1")
 
-    def _check_values(self) -> None:
-        for name in self.field:
+    def _check_rows(self) -> None:
+        for name, path in self.field.items():
             if name not in FIELDS:
                 raise UsageError(f"--field {name} is read by no shape; choose {', '.join(FIELDS)}")
+            if not path:
+                raise UsageError(f"--field {name}= points nowhere; write e.g. {name}=my.path")
+        if "" in self.keep:
+            raise UsageError("--keep needs the name of a field")
+
+    def _check_template(self) -> None:
         if self.date is not None:
             try:
                 datetime.date.fromisoformat(self.date)
             except ValueError as error:
                 raise UsageError(f"--date {self.date!r} is not a date; write YYYY-MM-DD") from error
         for name, value in self.template_kwargs.items():
+            if name in RENDERED:
+                raise UsageError(f"the template argument {name} is filled from each row and cannot be given")
             try:
                 json.dumps(value)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(
                     f"the template argument {name} is no JSON value: {value!r}; put it in quotes"
                 ) from error
+
+    def _check_storage(self) -> None:
         for name, value in self.storage_option.items():
             if _SECRET.search(name) or _holds_secret(value):
                 raise UsageError(

@@ -108,7 +108,9 @@ class Sandbox:
             _instrument(tree)
             code = environment.compile(tree)
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
-            raise UsageError(f"the chat template cannot be compiled: {_one_line(error)}") from error
+            line = getattr(error, "lineno", None)
+            where = "" if line is None else f"line {line}: "
+            raise UsageError(f"the chat template cannot be compiled: {where}{_one_line(error)}") from error
         self._template = _Compiled(environment, code, constants)
         self._following = functools.cache(lambda: _follow(code, date, constants))
         self._shapes: dict[Hashable, _Shape] = {}

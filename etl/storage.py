@@ -419,7 +419,9 @@ class _Other:
             fs.invalidate_cache()
             try:
                 info = fs.info(path)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if _is_out_of_reach(error.__cause__):
+                    raise OSError(str(error.__cause__)) from error
                 return None
             if info.get("type") == "directory":
                 return None
@@ -475,6 +477,12 @@ class _Other:
     def _open(self, url: str) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(url, **self._options)
         return fs, path
+
+
+def _is_out_of_reach(cause: BaseException | None) -> bool:
+    """Whether what fsspec calls a missing file (over HTTP, whatever goes wrong) is a server that cannot be asked."""
+    status = getattr(cause, "status", None)
+    return (isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)) or status not in {None, 404, 410}
 
 
 def _other_size(url: str, info: Mapping[str, Any]) -> int:

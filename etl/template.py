@@ -157,6 +157,19 @@ class ChatTemplate:
         trace = self._try(messages)
         return trace is not None and trace.text.count(wanted) >= times
 
+    def complaint(self, messages: Sequence[Message]) -> str:
+        """What the template says of messages that it refuses, in brackets; '' where it renders them."""
+        try:
+            self.trace(self.prepare(messages), None, None, self.arguments)
+        except RowError as error:
+            return f" ({error.detail})"
+        return ""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names of the variables that the template can read."""
+        return self._sandbox.reads
+
     # --- probing ---
 
     def _try(self, messages: Sequence[Message]) -> Trace | None:
@@ -171,7 +184,7 @@ class ChatTemplate:
             return ""
         asked, key = self._last_key  # a row asks for it again and again
         if asked is not arguments:
-            read = {name: value for name, value in arguments.items() if name in self._sandbox.reads}
+            read = {name: value for name, value in arguments.items() if name in self.reads}
             key = repr(read)  # in the order given, which a template can see
             self._last_key = arguments, key
         return key
@@ -353,8 +366,11 @@ def probe(template: ChatTemplate) -> list[str]:
     dialogue: list[Message] = [{"role": "user", "content": _SAID[0]}, {"role": "assistant", "content": _SAID[1]}]
     shown = template.shows(dialogue, _SAID[1])
     if not shown and not template.shows([_SYSTEM, *dialogue], _SAID[1]):
-        raise UsageError("the chat template does not render what an assistant says; give another with --chat-template")
-    notes = []
+        said = template.complaint(dialogue)
+        raise UsageError(
+            f"the chat template does not render what an assistant says{said}; give another with --chat-template"
+        )
+    notes = _unread_notes(template)
     if template.hides_tags:
         notes.append("the template's {% generation %} blocks lie inside macros; the trained text is found without them")
     if not template.follows_loops:
@@ -365,6 +381,14 @@ def probe(template: ChatTemplate) -> list[str]:
     elif shown and not template.shows(dialogue, header):
         notes.append(f"no turn begins with the generation prompt {header!r}: role headers may be trained")
     return notes + _reasoning_notes(template)
+
+
+def _unread_notes(template: ChatTemplate) -> list[str]:
+    return [
+        f"the template never reads {name}: this template argument changes nothing"
+        for name in template.arguments
+        if name not in template.reads
+    ]
 
 
 def _reasoning_notes(template: ChatTemplate) -> list[str]:

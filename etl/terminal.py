@@ -157,6 +157,7 @@ def plan_command(words: list[str]) -> int:
 def preview_command(words: list[str]) -> int:
     """`etl preview INPUT [INPUT …] --tokenizer T [-n 3] [--row N] [--html FILE]`: tokens in colour, with a legend."""
     config, flags = parse_preview(words)
+    _check_page(flags.html)
     from etl.inspection import preview
 
     found = preview(config, flags.rows, flags.row)
@@ -187,6 +188,7 @@ def report_command(words: list[str]) -> int:
     parser = output_parser("report", "the totals of an output: rows, rejects by reason, where the time went")
     parser.add_argument("--html", metavar="FILE", default=None, help="write one self-contained page as well")
     flags, options = parse_output(parser, words)
+    _check_page(flags.html)
     from etl.summary import report
 
     result = report(flags.output, **options)
@@ -197,6 +199,11 @@ def report_command(words: list[str]) -> int:
     if flags.json:
         print(json.dumps(result.as_dict()))
     return 0
+
+
+def _check_page(path: str | None) -> None:
+    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+        raise UsageError(f"--html {path}: name a file in a folder that exists")
 
 
 def _write_page(path: str, page: str) -> None:
@@ -348,8 +355,10 @@ def parse_run(words: Sequence[str], prog: str) -> tuple[RunConfig, argparse.Name
     """Arguments and `--config` file -> the checked configuration, and the flags that concern the terminal alone."""
     flags = run_parser(prog).parse_intermixed_args(list(words))
     urls, options = _read_options(flags)
+    if len(urls) == 1 and not options.get("input"):
+        raise UsageError(f"name INPUT and OUTPUT; only {urls[0]!r} was given")
     if urls:
-        options |= {"input": urls[:-1] or options.get("input", ()), "output": urls[-1]}
+        options |= {"input": urls[:-1] or options["input"], "output": urls[-1]}
     return RunConfig(**{"input": (), **options}), flags
 
 
@@ -393,6 +402,10 @@ def _read_config_file(path: str) -> dict[str, Any]:
         raise UsageError(f"--config {path}: write option: value lines")
     if unknown := sorted(set(values) - known):
         raise UsageError(f"--config {path}: unknown option {unknown[0]!r}; the names are the flags' with _")
+    try:
+        RunConfig(**{"input": "any", **values})
+    except UsageError as error:
+        raise UsageError(f"--config {path}: {error}") from error
     return values
 
 
@@ -401,7 +414,7 @@ def _pairs(name: str, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not key or not equals:
-            seen = "" if name == "storage_option" else f", not {key!r}"
+            seen = "" if name == "storage_option" else f", not {word!r}"
             raise UsageError(f"--{name.replace('_', '-')} needs key=value{seen}")
         pairs[key] = _json_or_text(value) if name in {"template_arg", "storage_option"} else value
     return pairs
@@ -409,9 +422,13 @@ def _pairs(name: str, words: Sequence[str]) -> dict[str, Any]:
 
 def _json_or_text(value: str) -> Any:
     try:
-        return json.loads(value)
+        return json.loads(value, parse_constant=_refuse_constant)
     except ValueError:
         return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")  # which Python would read
 
 
 def _json_object(text: str) -> dict[str, Any]:

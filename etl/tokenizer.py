@@ -59,6 +59,8 @@ def load_named(
     Raises UsageError as `load_tokenizer` does.
     """
     if name.startswith(PREFIX):
+        if revision is not None:
+            raise UsageError(f"--revision {revision!r} is for hub names; --tokenizer {name!r} comes with etl")
         spec = builtin_spec(name)
         return spec if template is None else replace(spec, chat_template=template)
     with _quiet():
@@ -78,10 +80,13 @@ def load_named(
 
 def _read_template(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UsageError(f"--chat-template {path!r} cannot be read: {reason}") from error
+    if not text.strip():
+        raise UsageError(f"--chat-template {path!r} is empty")
+    return text
 
 
 # ── the hub ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,7 +186,8 @@ def _load_folder(name: str, folder: Path, *, trust_remote_code: bool) -> Any:
         return found
     if "trust_remote_code" in str(found) and not trust_remote_code:
         raise UsageError(f"--tokenizer {name!r} runs code of its own: allow it with --trust-remote-code") from found
-    raise UsageError(f"--tokenizer {name!r} cannot be loaded: {_brief(found)}") from found
+    reason = f"its files lack {found}" if isinstance(found, KeyError) else _brief(found)
+    raise UsageError(f"--tokenizer {name!r} cannot be loaded: {reason}") from found
 
 
 def _spec(name: str, revision: str | None, tokenizer: Any, template: str | None) -> TokenizerSpec:

@@ -202,34 +202,6 @@ def test_the_dashboard_keeps_to_loopback_and_moves_where_its_port_is_taken(bucke
             assert address not in connected.dashboard_link
 
 
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("tcp://127.0.0.1:9", "no Dask scheduler answers there"),
-        ("tcp://no-such-host.invalid:8786", "no Dask scheduler answers there"),
-        ("http://127.0.0.1:8787/status", "give the scheduler's own address, e.g. tcp://127.0.0.1:8786"),
-        ("127.0.0.1", "is not tcp://HOST:PORT"),
-    ],
-)
-def test_a_scheduler_that_cannot_be_one_is_one_line_before_anything_is_written(
-    s3: Any, bucket: str, address: str, said: str
-) -> None:
-    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(1))})
-    with pytest.raises(UsageError, match=re.escape(said)):
-        jobs.run(config(bucket, scheduler=address))
-    assert s3.list_objects_v2(Bucket=bucket, Prefix="tokens/")["KeyCount"] == 0
-
-
-@pytest.mark.parametrize("place", [".", "none/profile.html"])
-def test_a_profile_report_that_cannot_be_written_is_one_line_before_anything_is(
-    s3: Any, bucket: str, tmp_path: Path, place: str
-) -> None:
-    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(1))})
-    with pytest.raises(UsageError, match=r"--profile-report .*: name a file in a folder that exists"):
-        jobs.run(config(bucket, workers=1, profile_report=str(tmp_path / place)))
-    assert s3.list_objects_v2(Bucket=bucket, Prefix="tokens/")["KeyCount"] == 0
-
-
 def children(of: str) -> list[str]:
     """Command lines of the processes whose environment carries the mark."""
     found = []

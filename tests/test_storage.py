@@ -639,6 +639,23 @@ def test_objects_whose_size_a_listing_does_not_tell_are_read_to_their_end(url: s
         server.shutdown()
 
 
+def test_a_web_server_that_cannot_be_asked_is_not_an_object_that_is_missing(tmp_path: Path) -> None:
+    class Failing(_Quiet):
+        def send_head(self) -> None:
+            self.send_error(500 if self.path == "/broken.jsonl" else 404)
+
+    serve = functools.partial(Failing, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_address[1]}"
+        assert Storage().stat(f"{base}/absent.jsonl") is None
+        with pytest.raises(StorageError, match="500"):
+            Storage().stat(f"{base}/broken.jsonl")
+        server.shutdown()
+    with pytest.raises(StorageError, match="Cannot connect"):
+        Storage().stat(f"{base}/absent.jsonl")
+
+
 def test_an_fsspec_url_is_listed_under_its_own_name() -> None:
     name = uuid.uuid4().hex
     fsspec.filesystem("memory").pipe_file(f"/{name}/a.jsonl", b"{}\n")

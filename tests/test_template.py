@@ -265,6 +265,16 @@ def test_probing_refuses_a_template_that_renders_no_answers() -> None:
         probe(make_template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"))
     with pytest.raises(UsageError, match="does not render what an assistant says"):
         probe(make_template("{% for m in messages %}{{ m.content|upper }}{% endfor %}"))
+    with pytest.raises(UsageError, match=r"what an assistant says \(a system message first\)"):
+        probe(make_template("{{ raise_exception('a system message first') }}"))
+
+
+def test_probing_names_a_template_argument_that_the_template_never_reads() -> None:
+    source = "{% for m in messages %}{{ m.role }}{{ m.content if not short }}{% endfor %}"
+    notes = probe(make_template(source, shrot=True, short=False))
+    assert [note for note in notes if "never reads" in note] == [
+        "the template never reads shrot: this template argument changes nothing"
+    ]
 
 
 def test_probing_says_where_the_prompt_begins_no_turn() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
 import re
 import signal
 import threading
@@ -122,12 +123,20 @@ def test_an_output_inside_above_or_onto_the_input_is_refused(s3: Any, filled: st
         (["--workers", "2", "--scheduler", "tcp://x"], "exclude each other"),
         (["--max-reject-share", "2"], "--max-reject-share"),
         (["--date", "yesterday"], "--date"),
-        (["--template-arg", "alone"], "--template-arg needs key=value"),
+        (["--template-arg", "alone"], "--template-arg needs key=value, not 'alone'"),
+        (["--template-arg", "=1"], "--template-arg needs key=value, not '=1'"),
+        (["--template-arg", "messages=1"], "the template argument messages is filled from each row"),
         (["--chat-template-kwargs", "[1]"], "not a JSON object"),
+        (["--chat-template-kwargs", '{"a": NaN}'], "not a JSON object"),
+        (["--chat-template", os.devnull], "is empty"),
+        (["--revision", "main"], "--revision 'main' is for hub names"),
+        (["--memory-limit", "1"], "--memory-limit 1 is less than any worker needs"),
         (["--endpoint-url", "nowhere"], "--endpoint-url"),
         (["--no-such-option"], "--no-such-option"),
         (["--config", "absent.yaml"], "absent.yaml"),
         (["--field", "message=x"], "--field"),
+        (["--field", "messages="], "--field messages= points nowhere"),
+        (["--keep", ""], "--keep needs the name of a field"),
     ],
 )
 def test_an_unknown_value_is_refused(s3: Any, filled: str, capsys: Any, more: list[str], says: str) -> None:
@@ -139,6 +148,20 @@ def test_a_credential_on_the_command_line_is_refused_and_not_echoed(filled: str,
     said = refusal(capsys, words(filled, "--storage-option", "aws_secret_access_key=hunter2"))
     assert "aws_secret_access_key" in said
     assert "hunter2" not in said
+
+
+@pytest.mark.parametrize(
+    ("urls", "says"),
+    [(["in"], "name INPUT and OUTPUT; only 'in' was given"), (["in", ""], "OUTPUT is empty"), (["", "out"], "INPUT")],
+)
+def test_an_input_or_output_that_was_left_out_is_named(capsys: Any, urls: list[str], says: str) -> None:
+    assert says in refusal(capsys, ["run", *urls, "--tokenizer", QWEN36])
+
+
+@pytest.mark.parametrize("words", [["report", "out"], ["preview", "in", "--tokenizer", QWEN36]])
+def test_a_page_that_cannot_be_written_is_said_before_any_work(tmp_path: Path, capsys: Any, words: list[str]) -> None:
+    for place in (tmp_path, tmp_path / "none" / "page.html"):
+        assert f"--html {place}: name a file" in refusal(capsys, [*words, "--html", str(place)])
 
 
 @pytest.mark.parametrize("argv", [[], ["fly"], ["run"], ["run", "--tokenizer", QWEN36], ["run", "a"]])
@@ -242,6 +265,7 @@ def test_a_value_that_cannot_be_meant_is_refused_by_name(tmp_path: Path, capsys:
     path.write_text("\n".join(["no_dashboard: true", *kept, line]))
     said = refusal(capsys, ["run", "--config", str(path)])
     assert says in said
+    assert str(path) in said
     assert "hunter2" not in said
 
 
@@ -295,9 +319,13 @@ def test_a_kept_field_that_would_be_a_second_column_is_refused(tmp_path: Path, c
     [
         (["--dashboard-address", "x"], "is not HOST:PORT"),
         (["--dashboard-address", "127.0.0.1:99999"], "ports end at 65535"),
-        (["--scheduler", "x"], "no Dask scheduler answers there"),
+        (["--scheduler", "x"], "is not tcp://HOST:PORT"),
+        (["--scheduler", "http://127.0.0.1:8787/status"], "give the scheduler's own address, e.g. tcp://"),
+        (["--scheduler", "tcp://no-such-host.invalid:8786"], "no Dask scheduler answers there"),
         (["--scheduler", "tcp://127.0.0.1:1"], "no Dask scheduler answers there"),
         (["--scheduler", "tls://127.0.0.1:1"], "TLS needs certificates"),
+        (["--profile-report", "."], "--profile-report .: name a file"),
+        (["--profile-report", "none/page.html"], "--profile-report none/page.html: name a file"),
     ],
 )
 def test_where_no_cluster_can_be_had_nothing_is_written(

@@ -248,65 +248,68 @@ python -m etl run --help lists the options."""
 
 # --- arguments ---------------------------------------------------------------------------------------------------
 
-GROUPS: Final[Mapping[str, tuple[tuple[str, dict[str, Any]], ...]]] = {
+_FLAG: Final[dict[str, Any]] = {"action": "store_true"}
+_LIST: Final[dict[str, Any]] = {"action": "append"}
+
+GROUPS: Final[Mapping[str, tuple[tuple[str, str, dict[str, Any]], ...]]] = {
     "model": (
-        ("--tokenizer", {"metavar": "NAME_OR_FOLDER", "help": "hub name, local folder, or builtin:qwen3.6"}),
-        ("--revision", {"metavar": "R"}),
-        ("--chat-template", {"metavar": "FILE", "help": "use this template instead of the tokenizer's"}),
-        ("--template-arg", {"metavar": "k=v", "action": "append", "help": "value is JSON where it parses"}),
-        ("--chat-template-kwargs", {"metavar": "JSON"}),
-        ("--date", {"metavar": "YYYY-MM-DD", "help": "today, for templates that ask the clock"}),
-        ("--trust-remote-code", {"action": "store_true"}),
+        ("--tokenizer", "a hub name, a local folder, or builtin:qwen3.6", {"metavar": "NAME_OR_FOLDER"}),
+        ("--revision", "branch, tag or commit of a hub name", {"metavar": "R"}),
+        ("--chat-template", "this template instead of the tokenizer's", {"metavar": "FILE"}),
+        ("--template-arg", "what the template is given; JSON where it parses, else text", {"metavar": "k=v", **_LIST}),
+        ("--chat-template-kwargs", "the same as one object", {"metavar": "JSON"}),
+        ("--date", "today, for templates that ask the clock", {"metavar": "YYYY-MM-DD"}),
+        ("--trust-remote-code", "let the tokenizer's folder run code of its own", _FLAG),
     ),
     "rows": (
-        ("--shape", {"choices": CHOICES["shape"]}),
-        ("--field", {"metavar": "messages=my.path", "action": "append"}),
-        ("--role-map", {"metavar": "developer=system", "action": "append"}),
-        ("--keep", {"metavar": "FIELD", "action": "append"}),
+        ("--shape", "read every row as this shape", {"choices": CHOICES["shape"]}),
+        ("--field", "where a row holds what is read", {"metavar": "messages=my.path", **_LIST}),
+        ("--role-map", "take one role for another", {"metavar": "developer=system", **_LIST}),
+        ("--keep", "carry this field of the row into the output", {"metavar": "FIELD", **_LIST}),
     ),
     "mask": (
-        ("--turns", {"choices": CHOICES["turns"]}),
-        ("--no-train-think-open", {"action": "store_true"}),
-        ("--no-train-reasoning", {"action": "store_true"}),
-        ("--no-train-tool-calls", {"action": "store_true"}),
-        ("--no-train-end", {"action": "store_true"}),
-        ("--train-empty-think", {"action": "store_true"}),
-        ("--control-tokens", {"choices": CHOICES["control_tokens"]}),
-        ("--truncated-completions", {"choices": CHOICES["truncated_completions"]}),
+        ("--turns", "which replies are trained; expand: each one in a row of its own", {"choices": CHOICES["turns"]}),
+        ("--no-train-think-open", "leave out <think> and its newline", _FLAG),
+        ("--no-train-reasoning", "leave out the reasoning", _FLAG),
+        ("--no-train-tool-calls", "leave out tool calls", _FLAG),
+        ("--no-train-end", "leave out the token that ends a turn", _FLAG),
+        ("--train-empty-think", "train empty think blocks", _FLAG),
+        ("--control-tokens", "what control tokens typed in a text are", {"choices": CHOICES["control_tokens"]}),
+        ("--truncated-completions", "replies cut by the length limit", {"choices": CHOICES["truncated_completions"]}),
     ),
     "size": (
-        ("--max-length", {"metavar": "N", "type": int}),
-        ("--over-length", {"choices": CHOICES["over_length"]}),
-        ("--min-loss-tokens", {"metavar": "N", "type": int}),
+        ("--max-length", "the most tokens of a row", {"metavar": "N", "type": int}),
+        ("--over-length", "what becomes of longer rows", {"choices": CHOICES["over_length"]}),
+        ("--min-loss-tokens", "reject rows with fewer trained tokens", {"metavar": "N", "type": int}),
     ),
     "engine": (
-        ("--engine", {"choices": CHOICES["engine"]}),
-        ("--verify-share", {"metavar": "SHARE", "type": float}),
+        ("--engine", "auto: gigatoken where it agrees with transformers", {"choices": CHOICES["engine"]}),
+        ("--verify-share", "share of the rows that both engines encode", {"metavar": "SHARE", "type": float}),
     ),
     "cluster": (
-        ("--workers", {"metavar": "N", "type": int, "help": "processes (default: cores)"}),
-        ("--scheduler", {"metavar": "URL", "help": "use this Dask cluster"}),
-        ("--memory-limit", {"metavar": "SIZE", "help": "of each worker"}),
-        ("--partition-bytes", {"metavar": "SIZE", "help": "default 16MiB"}),
-        ("--read-concurrency", {"metavar": "N", "type": int, "help": "requests at once in all (default 32)"}),
-        ("--dashboard-address", {"metavar": "HOST:PORT"}),
-        ("--no-dashboard", {"action": "store_true"}),
-        ("--tls", {"action": "store_true"}),
-        ("--profile-report", {"metavar": "FILE"}),
+        ("--workers", "processes (default: cores)", {"metavar": "N", "type": int}),
+        ("--scheduler", "use this Dask cluster, tcp://HOST:PORT or tls://HOST:PORT", {"metavar": "URL"}),
+        ("--memory-limit", "of each worker (default: its share of the machine)", {"metavar": "SIZE"}),
+        ("--partition-bytes", "input of one task, and so of one part", {"metavar": "SIZE"}),
+        ("--read-concurrency", "requests at once in all", {"metavar": "N", "type": int}),
+        ("--dashboard-address", "where Dask's dashboard listens", {"metavar": "HOST:PORT"}),
+        ("--no-dashboard", "start none", _FLAG),
+        ("--tls", "encrypt between the processes of --workers", _FLAG),
+        ("--profile-report", "write Dask's performance report there", {"metavar": "FILE"}),
     ),
     "faults": (
-        ("--on-error", {"choices": CHOICES["on_error"]}),
-        ("--max-reject-share", {"metavar": "SHARE", "type": float}),
-        ("--overwrite", {"action": "store_true"}),
-        ("--take-over", {"action": "store_true"}),
+        ("--on-error", "fail: stop at the first bad row", {"choices": CHOICES["on_error"]}),
+        ("--max-reject-share", "exit 1 where more of the rows are rejected", {"metavar": "SHARE", "type": float}),
+        ("--overwrite", "replace what another configuration or input left in OUTPUT", _FLAG),
+        ("--take-over", "do not wait for a run that seems to hold OUTPUT", _FLAG),
     ),
     "storage": (
-        ("--endpoint-url", {"metavar": "URL"}),
-        ("--profile", {"metavar": "P"}),
-        ("--anon", {"action": "store_true"}),
-        ("--storage-option", {"metavar": "k=v", "action": "append"}),
+        ("--endpoint-url", "of an S3 store other than AWS", {"metavar": "URL"}),
+        ("--profile", "profile of the AWS configuration", {"metavar": "P"}),
+        ("--anon", "without credentials", _FLAG),
+        ("--storage-option", "for fsspec; credentials are refused", {"metavar": "k=v", **_LIST}),
     ),
-    "output": (("--layout", {"choices": CHOICES["layout"]}),),
+    "output": (("--layout", "columns; only default is built yet", {"choices": CHOICES["layout"]}),),
 }
 
 PAIRS: Final = ("template_arg", "field", "role_map", "storage_option")
@@ -316,9 +319,7 @@ def output_parser(command: str, description: str) -> Parser:
     """The parser of the commands that take an OUTPUT and the options of storage."""
     parser = Parser(prog=f"etl {command}", description=description, allow_abbrev=False)
     parser.add_argument("output", metavar="OUTPUT", help="e.g. s3://bucket/tokens/")
-    group = parser.add_argument_group("storage")
-    for flag, settings in GROUPS["storage"]:
-        group.add_argument(flag, **settings)
+    _add_group(parser, "storage")
     _add_display(parser.add_argument_group("all"))
     return parser
 
@@ -326,10 +327,23 @@ def output_parser(command: str, description: str) -> Parser:
 def parse_output(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The flags of `output_parser`, and those of storage as `check` and `report` take them."""
     flags = parser.parse_args(list(words))
-    names = (flag.removeprefix("--").replace("-", "_") for flag, _ in GROUPS["storage"])
+    names = (_option(flag) for flag, _, _ in GROUPS["storage"])
     options = {name: getattr(flags, name) for name in names}
     options["storage_option"] = _pairs("storage_option", flags.storage_option or ())
     return flags, options
+
+
+def _add_group(parser: Parser, title: str) -> None:
+    group = parser.add_argument_group(title)
+    defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
+    for flag, text, settings in GROUPS[title]:
+        default = defaults[_option(flag)]
+        is_said = isinstance(default, str | int | float) and not isinstance(default, bool)
+        group.add_argument(flag, help=f"{text} (default {default})" if is_said else text, **settings)
+
+
+def _option(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _add_display(group: Any) -> None:
@@ -342,9 +356,7 @@ def run_parser(prog: str, urls: str = "INPUT [INPUT …] OUTPUT", groups: Sequen
     parser = Parser(prog=prog, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("urls", nargs="*", metavar=urls, default=[])
     for title in groups:
-        group = parser.add_argument_group(title)
-        for flag, settings in GROUPS[title]:
-            group.add_argument(flag, **settings)
+        _add_group(parser, title)
     group = parser.add_argument_group("all")
     group.add_argument("--config", metavar="FILE.yaml", help="the same names with _; flags win")
     _add_display(group)

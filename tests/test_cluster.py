@@ -22,7 +22,6 @@ from dask.system import cpu_count
 from distributed import Client, LocalCluster, SchedulerPlugin, futures_of, wait
 
 from etl import cluster, jobs
-from etl.errors import UsageError
 from etl.pipeline import PackedKit
 from etl.records import ObjectRange, Partition, TokenizerSpec
 from etl.watcher import Watcher

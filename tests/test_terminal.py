@@ -369,7 +369,7 @@ def test_plan_says_how_to_give_each_worker_four_partitions_or_that_it_cannot_be(
 
 
 def test_every_option_of_the_configuration_is_a_flag() -> None:
-    flags = {flag.removeprefix("--").replace("-", "_") for options in GROUPS.values() for flag, _ in options}
+    flags = {flag.removeprefix("--").replace("-", "_") for options in GROUPS.values() for flag, _, _ in options}
     assert flags == {f.name for f in dataclasses.fields(RunConfig)} - {"input", "output"}
 
 

@@ -74,6 +74,12 @@ class Encoder:
         vars(other).update(_fast=None, why="gigatoken gave other ids on a row")
         return other
 
+    def verifying(self, share: float) -> Encoder:
+        """The same encoder, engines and all, which verifies another share of the rows."""
+        other = copy.copy(self)
+        vars(other).update(_verify_share=share)
+        return other
+
     def encode(self, rows: Sequence[Rendered | TokenIds]) -> Encoded:
         """Ids and mask of each row, in order; a row in `failed` has none and its RowError instead.
 

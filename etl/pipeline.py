@@ -101,7 +101,7 @@ class Kit:
 
 def build_kit(spec: TokenizerSpec, config: RunConfig) -> Kit:
     """Compile the template and load the tokenizer. Raises UsageError where either cannot be used."""
-    encoder = _encoder(_Loaded(spec, spec.sha256), config.engine, config.verify_share)
+    encoder = _encoder(_Loaded(spec, spec.sha256), config.engine).verifying(config.verify_share)
     encoder.limit_cache(_cache_bytes(config))
     return Kit(
         config,
@@ -119,9 +119,9 @@ class _Loaded:
 
 
 @functools.lru_cache(maxsize=1)
-def _encoder(loaded: _Loaded, engine: str, verify_share: float) -> Encoder:
+def _encoder(loaded: _Loaded, engine: str) -> Encoder:
     # A process that serves run after run of one tokenizer, as in a notebook, loads it once.
-    return Encoder(loaded.spec, engine, verify_share)
+    return Encoder(loaded.spec, engine)
 
 
 def _cache_bytes(config: RunConfig) -> int:

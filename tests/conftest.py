@@ -84,6 +84,15 @@ def pinned_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def encoder(qwen36: TokenizerSpec) -> Any:
+    """Its encoder, which is the one of every kit that this process builds of that tokenizer: it loads in seconds."""
+    from etl.config import RunConfig
+    from etl.pipeline import build_kit
+
+    return build_kit(qwen36, RunConfig(input="x")).encoder
+
+
+@pytest.fixture(scope="session")
 def moto() -> Iterator[str]:
     """The URL of a moto S3 server in a process of its own, on a free loopback port."""
     from tests.servers import start_moto

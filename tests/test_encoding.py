@@ -18,20 +18,17 @@ import numpy as np
 import pytest
 import tokenizers
 
+from etl.config import RunConfig
 from etl.encoding import Encoder
 from etl.engines import CACHE_BYTES, Gigatoken, guarded, resident_bytes
 from etl.errors import RowError, UsageError
+from etl.pipeline import build_kit
 from etl.positions import byte_places
 from etl.records import Encoded, Rendered, TokenizerSpec
 from tests.independent import independent_mask, load_plain
 from tests.texts import HOSTILE, block_texts, hostile_texts
 
 IM_START, IM_END, THINK, END_THINK = 248045, 248046, 248068, 248069
-
-
-@pytest.fixture(scope="module")
-def encoder(qwen36: TokenizerSpec) -> Encoder:
-    return Encoder(qwen36)
 
 
 @pytest.fixture(scope="module")
@@ -520,8 +517,15 @@ def test_verify_share_none_verifies_nothing_and_one_everything(small: TokenizerS
     found = Encoder(small, verify_share=0)
     rows = [rendered("ok", "ok")] * 5
     assert found.encode(rows).verified == 0
-    found._verify_share = 1
-    assert found.encode(rows).verified == 5
+    assert found.verifying(1).encode(rows).verified == 5
+    assert found.encode(rows).verified == 0
+
+
+def test_another_share_to_verify_loads_no_tokenizer_anew(small: TokenizerSpec) -> None:
+    spec = dataclasses.replace(small, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    some, every = (build_kit(spec, RunConfig(input="x", verify_share=share)).encoder for share in (0.5, 1))
+    assert some._fast is not None
+    assert some._fast is every._fast
 
 
 def test_a_worker_that_encodes_imports_neither_transformers_nor_the_hub(small: TokenizerSpec, tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 from etl.config import RunConfig
 from etl.conversation import parse_row
-from etl.encoding import Encoder
 from etl.errors import RowError
+from etl.pipeline import build_kit
 from etl.records import REASONS, Conversation, Encoded, Reject, Rendered, TokenizerSpec
 from etl.rendering import render
 from etl.template import ChatTemplate
@@ -141,7 +141,8 @@ class Bench:
         self.names = sorted(path.stem for path in self.folder.glob("*.jinja"))
         named = family if family.startswith("builtin:") else str(material / "tokenizers" / family)
         self.spec: TokenizerSpec = load_named(named)
-        self.encoder = Encoder(self.spec, verify_share=0)
+        any_template = dataclasses.replace(self.spec, chat_template="{{ messages }}")
+        self.encoder = build_kit(any_template, RunConfig(input="x", verify_share=0)).encoder
         self.plain = load_plain(self.spec.backend_json)
         self.truth = Text(self.plain)
         self.outcomes: Counter[str] = Counter()

@@ -5,13 +5,19 @@ Written apart from etl's encoding, which it shares nothing with but the record t
 
 from __future__ import annotations
 
+import functools
+
 import tokenizers
 
 from etl.records import Rendered
 
 
+@functools.lru_cache(maxsize=8)
 def load_plain(backend_json: str) -> tokenizers.Tokenizer:
-    """The tokenizer without its post-processor, which would trim blanks off the offsets."""
+    """The tokenizer without its post-processor, which would trim blanks off the offsets.
+
+    Loaded once for all files that a process runs: a large vocabulary takes seconds.
+    """
     tokenizer = tokenizers.Tokenizer.from_str(backend_json)
     tokenizer.post_processor = None
     return tokenizer

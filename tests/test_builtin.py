@@ -16,12 +16,13 @@ import tokenizers
 from etl.builtin import builtin_spec, cache_folder, last_joins
 from etl.errors import UsageError
 from etl.records import TokenizerSpec
+from tests.independent import load_plain
 from tests.texts import HOSTILE, hostile_texts
 
 
 @pytest.fixture(scope="module")
 def backend(qwen36: TokenizerSpec) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_str(qwen36.backend_json)
+    return load_plain(qwen36.backend_json)
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +153,22 @@ def test_our_template_is_written_by_us(qwen36: TokenizerSpec, material: Path) ->
     assert not lines & {line.strip() for line in (qwen36.chat_template or "").splitlines()}
 
 
+@pytest.fixture
+def conversions(qwen36: TokenizerSpec, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with each conversion, which takes seconds: `qwen36` has been one, and here its result stands for others."""
+    made: list[str] = []
+
+    def convert(tokens: list[bytes]) -> str:
+        assert len(tokens) == 248_044
+        made.append(qwen36.backend_json)
+        return made[-1]
+
+    monkeypatch.setattr("etl.builtin.tokenizer_json", convert)
+    return made
+
+
 def test_a_conversion_is_kept_read_back_where_it_is_whole_and_made_again_where_it_is_not(
-    qwen36: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen36: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conversions: list[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert builtin_spec.__wrapped__("builtin:qwen3.6") == qwen36
@@ -161,14 +176,17 @@ def test_a_conversion_is_kept_read_back_where_it_is_whole_and_made_again_where_i
     made = kept.read_bytes()
     kept.write_bytes(hashlib.sha256(b"{}").hexdigest().encode() + b"\n{}")
     assert builtin_spec.__wrapped__("builtin:qwen3.6").backend_json == "{}"
+    assert len(conversions) == 1
     kept.write_bytes(made.replace(b"<|im_end|>", b"<|im_and|>", 1))
     assert builtin_spec.__wrapped__("builtin:qwen3.6") == qwen36
     assert kept.read_bytes() == made
+    assert len(conversions) == 2
 
 
 def test_a_cache_that_cannot_be_written_to_costs_time_alone(
-    qwen36: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen36: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conversions: list[str]
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert builtin_spec.__wrapped__("builtin:qwen3.6") == qwen36
+    assert len(conversions) == 1

@@ -1,4 +1,4 @@
-"""Whole runs against transformers and a mask worked out by other means: every row, every id, every mask value.
+"""Whole outputs against transformers and a mask worked out by other means: every row, every id, every mask value.
 
 The model's own template (from `trl`) renders; spans are found here by scanning the ChatML text, tokens by offsets.
 """
@@ -14,11 +14,12 @@ import pytest
 import tokenizers
 import transformers
 
-from etl import jobs, normalize
+from etl import normalize
 from etl.config import RunConfig
 from etl.records import TokenizerSpec
 from tests.independent import load_plain
 from tests.jobs import jsonl, stored
+from tests.outputs import make_output
 from tests.rows import mixed_rows
 
 HEADER = "<|im_start|>assistant\n"
@@ -82,25 +83,17 @@ def test_ids_and_masks_of_a_mix_of_rows_are_right(
     template = (material / "templates" / f"{family}.jinja").read_text()
     name = "builtin:qwen3.6" if family == "qwen3_6" else str(material / "tokenizers" / family)
     spec = qwen36 if family == "qwen3_6" else load_named(name)
-    for at in range(4):
-        body = jsonl(rows[at * len(rows) // 4 : (at + 1) * len(rows) // 4])
-        (tmp_path / "in").mkdir(exist_ok=True)
-        (tmp_path / "in" / f"{at}.jsonl").write_bytes(body)
+    quarters = {f"{at}.jsonl": jsonl(rows[at * len(rows) // 4 : (at + 1) * len(rows) // 4]) for at in range(4)}
     (tmp_path / "chat.jinja").write_text(template)
-    config = RunConfig(
-        input=str(tmp_path / "in"),
-        output=str(tmp_path / "out"),
-        tokenizer=name,
-        chat_template=str(tmp_path / "chat.jinja"),
-        partition_bytes="1MiB",
-        workers=2,
-        no_dashboard=True,
-    )
-    result = jobs.run(config)
-    assert (result.exit_code, result.rows, result.rejected, result.mismatched_rows) == (0, len(rows), 0, 0)
+    options: dict[str, Any] = {"chat_template": str(tmp_path / "chat.jinja"), "partition_bytes": "1MiB"}
+    output = make_output(tmp_path, quarters, tokenizer=name, **options)
+    receipts = stored(str(output)).receipts
+    assert sum(receipt["rows"] for receipt in receipts) == len(rows)
+    assert [(receipt["rejected"], receipt["mismatched_rows"]) for receipt in receipts] == [(0, 0)] * len(receipts)
 
+    config = RunConfig(input=str(tmp_path / "in"), tokenizer=name, **options)
     tokenizer, plain = reference(spec, template), load_plain(spec.backend_json)
-    table = stored(str(tmp_path / "out")).table
+    table = stored(str(output)).table
     for row, written in zip(rows, table.to_pylist(), strict=True):
         messages = normalize(row, config)
         tools = row.get("tools")

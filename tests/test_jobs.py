@@ -23,8 +23,8 @@ from etl.schema import COLUMNS, SCHEMA
 from etl.storage import Storage
 from etl.surveys import Survey, survey
 from etl.watcher import Watcher
-from tests.jobs import chat, config, jsonl, small_rows, stored, upload, workers
-from tests.outputs import Hands, go_on, make_output, mixed_objects
+from tests.jobs import QWEN36, chat, config, jsonl, small_rows, stored, upload, workers
+from tests.outputs import BYTES, Hands, go_on, make_output, mixed_objects
 
 TORN = b'{"messages": [{"ro'
 
@@ -429,6 +429,19 @@ def test_a_local_folder_gives_the_same_rows_as_s3(
     local = stored(str(tmp_path / "out")).table
     assert local.drop(["source"]).equals(remote)
     assert set(local["source"].to_pylist()) == {str(tmp_path / "in" / "a.jsonl")}
+
+
+def test_workers_write_the_bytes_that_the_stages_make_without_them(tmp_path: Path, scheduler: str) -> None:
+    """So that what other files find of `make_output` holds for a run."""
+    alone = stored(str(make_output(tmp_path, mixed_objects())))
+    options: dict[str, Any] = {"scheduler": scheduler, "partition_bytes": BYTES, "max_reject_share": 1}
+    here = RunConfig(
+        input=str(tmp_path / "in"), output=str(tmp_path / "by-workers"), tokenizer=QWEN36, no_dashboard=True, **options
+    )
+    assert jobs.run(here).exit_code == 0
+    found = stored(str(here.output))
+    assert len(found.parts) == 7
+    assert (found.parts, found.rejects) == (alone.parts, alone.rejects)
 
 
 @pytest.mark.filterwarnings("ignore:The inplace keyword:DeprecationWarning")  # Dask's own, inside read_parquet

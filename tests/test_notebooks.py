@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from etl.config import RunConfig
 from tests.jobs import ROOT
 
 NOTEBOOK = ROOT / "notebooks" / "explore.ipynb"
@@ -52,11 +55,26 @@ def test_no_function_is_defined(stored: Any) -> None:
     assert [node.lineno for node in ast.walk(tree) if isinstance(node, kinds)] == []
 
 
+def test_what_the_cells_take_from_etl_is_there_and_every_option_is_one(stored: Any) -> None:
+    tree = ast.parse("\n".join(cell.source for cell in code(stored)))
+    taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and str(node.module).startswith("etl")]
+    names = [(node.module or "", alias.name) for node in taken for alias in node.names]
+    assert ("etl", "run") in names
+    assert [name for module, name in names if not hasattr(importlib.import_module(module), name)] == []
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "RunConfig"]
+    options = {str(keyword.arg) for call in calls for keyword in call.keywords}
+    assert "output" in options
+    assert options <= {field.name for field in dataclasses.fields(RunConfig)}
+
+
+# What the cells call is tested in a run's own files; a kernel, a cluster and all of it together take half a minute.
+@pytest.mark.long
 def test_every_cell_runs_and_complains_of_nothing(executed: Any) -> None:
     said = [output for cell in code(executed) for output in cell.outputs if output.output_type in {"stream", "error"}]
     assert said == []
 
 
+@pytest.mark.long
 def test_the_notebook_shows_what_it_promises(executed: Any) -> None:
     assert "http://127.0.0.1:" in shown(executed, "client.dashboard_link")["text/plain"]
     assert (

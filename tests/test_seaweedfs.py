@@ -49,6 +49,8 @@ def test_a_run_on_a_stricter_server_is_complete_and_leaves_no_lease(s3: Any, buc
     assert [name for name in found.objects if "lease" in name or "probe" in name] == []
 
 
+# That a store says so, and what becomes of it, is in test_storage.py; this one finds out by itself.
+@pytest.mark.long
 def test_a_wrong_secret_is_one_line_and_2_and_writes_nothing(s3: Any, bucket: str, moto: S3Server) -> None:
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(2))})
     done = etl(*command(bucket), AWS_SECRET_ACCESS_KEY="not-the-secret")

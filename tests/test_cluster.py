@@ -22,10 +22,13 @@ from dask.system import cpu_count
 from distributed import Client, LocalCluster, SchedulerPlugin, futures_of, wait
 
 from etl import cluster, jobs
+from etl.errors import UsageError
 from etl.pipeline import PackedKit
 from etl.records import ObjectRange, Partition, TokenizerSpec
+from etl.terminal import main
 from etl.watcher import Watcher
 from tests.jobs import ROOT, config, etl, jsonl, small_rows, stored, upload, workers
+from tests.test_tokenizer import tiny_files, write
 
 
 class Counting(SchedulerPlugin):
@@ -201,6 +204,18 @@ def test_the_dashboard_keeps_to_loopback_and_moves_where_its_port_is_taken(bucke
             assert address not in connected.dashboard_link
 
 
+def test_a_scheduler_that_does_not_answer_is_one_line(
+    bucket: str, qwen36: TokenizerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "Client", lambda url, timeout: Client(url, timeout=timeout / 50))
+    options = config(bucket, scheduler="tcp://127.0.0.1:9")
+    with (
+        pytest.raises(UsageError, match="no Dask scheduler answers there"),
+        cluster.connect(options, PackedKit.pack("kit", qwen36, options)),
+    ):
+        pass
+
+
 def children(of: str) -> list[str]:
     """Command lines of the processes whose environment carries the mark."""
     found = []
@@ -225,6 +240,20 @@ def start(words: list[str], mark: str, **more: Any) -> subprocess.Popen[str]:
     )
 
 
+def test_a_run_says_what_it_should_and_nothing_else(s3: Any, bucket: str, client: Client, capsys: Any) -> None:
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(5)) for i in range(4)})
+    words = ["run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6"]
+    words += ["--endpoint-url", os.environ["AWS_ENDPOINT_URL"], "--scheduler", client.scheduler.address]
+    assert main([*words, "--partition-bytes", "800", "--json"]) == 0
+    said = capsys.readouterr()
+    assert [line for line in said.err.splitlines() if not re.fullmatch(SAID, line)] == []
+    assert '"rows": 20' in said.out.splitlines()[-1]
+
+
+SAID = r"dashboard: http://127\.0\.0\.1:\d+/status|4 partitions, 0 done before|the template leaves out .*|.*tokens/s"
+
+
+@pytest.mark.long
 def test_a_run_by_command_line_says_what_it_should_and_leaves_no_process(s3: Any, bucket: str) -> None:
     upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(5)) for i in range(4)})
     done = etl(
@@ -234,11 +263,7 @@ def test_a_run_by_command_line_says_what_it_should_and_leaves_no_process(s3: Any
     )
     assert done.returncode == 0, done.stderr
     assert children(bucket) == []
-    said = done.stderr.splitlines()
-    expected = (
-        r"dashboard: http://127\.0\.0\.1:\d+/status|4 partitions, 0 done before|the template leaves out .*|.*tokens/s"
-    )
-    assert [line for line in said if not re.fullmatch(expected, line)] == []
+    assert [line for line in done.stderr.splitlines() if not re.fullmatch(SAID, line)] == []
     assert '"rows": 20' in done.stdout.splitlines()[-1]
 
 
@@ -284,8 +309,9 @@ with LocalCluster(n_workers=1, processes=False, **options) as cluster:
 
 
 def test_a_scheduler_that_dies_in_the_middle_is_one_line_and_the_same_options_go_on(
-    s3: Any, bucket: str, client: Client
+    s3: Any, bucket: str, client: Client, tmp_path: Path, qwen36: TokenizerSpec
 ) -> None:
+    tiny = str(write(tmp_path, tiny_files(qwen36.chat_template)))  # that cluster's worker has to load it
     upload(s3, bucket, {f"{i:02}.jsonl": jsonl(small_rows(3, f"{i:02}-")) for i in range(24)})
     with subprocess.Popen([sys.executable, "-c", SCHEDULER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as remote:
         assert remote.stdout is not None
@@ -295,10 +321,10 @@ def test_a_scheduler_that_dies_in_the_middle_is_one_line_and_the_same_options_go
             def advance(self, _receipt: Any) -> None:
                 remote.kill()
 
-        result = jobs.run(config(bucket, scheduler=address, partition_bytes=500), Killer())
+        result = jobs.run(config(bucket, tokenizer=tiny, scheduler=address, partition_bytes=500), Killer())
     said = f"--scheduler {address}: the scheduler is gone; the same command goes on from here"
     assert (result.exit_code, result.error) == (1, said)
-    done = jobs.run(config(bucket, scheduler=client.scheduler.address, partition_bytes=500))
+    done = jobs.run(config(bucket, tokenizer=tiny, scheduler=client.scheduler.address, partition_bytes=500))
     assert (done.exit_code, done.rows) == (0, 72)
     assert done.partitions_done_before >= 1
 
@@ -442,8 +468,6 @@ def test_without_a_limit_a_worker_gets_its_share_but_never_less_than_a_gibibyte(
 
 
 def test_a_quiet_run_says_nothing_but_its_json(s3: Any, bucket: str, client: Client, capsys: Any) -> None:
-    from etl.terminal import main
-
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
     words = ["run", f"s3://{bucket}/completions/", f"s3://{bucket}/tokens/", "--tokenizer", "builtin:qwen3.6"]
     words += ["--endpoint-url", os.environ["AWS_ENDPOINT_URL"], "--scheduler", client.scheduler.address]

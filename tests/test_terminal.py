@@ -20,6 +20,7 @@ from etl.errors import UsageError
 from etl.terminal import COMMANDS, GROUPS, main, parse_run, run_parser
 from tests.jobs import QWEN36, jsonl, small_rows, upload
 from tests.servers import Proxy, start_proxy
+from tests.test_tokenizer import tiny_files, write
 
 
 def words(bucket: str, *more: str, tokenizer: str = QWEN36) -> list[str]:
@@ -88,16 +89,9 @@ def test_an_unknown_tokenizer_is_refused(s3: Any, filled: str, capsys: Any, toke
     assert keys(s3, filled) == ["completions/a.jsonl"]
 
 
-def test_a_tokenizer_without_a_template_is_refused(
-    s3: Any, filled: str, capsys: Any, material: Path, tmp_path: Path
-) -> None:
-    source = material / "tokenizers" / "qwen3"
-    settings = json.loads((source / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "tokenizer.json").symlink_to(source / "tokenizer.json")
-    said = refusal(capsys, words(filled, tokenizer=str(tmp_path)))
-    assert "--chat-template" in said
+def test_a_tokenizer_without_a_template_is_refused(s3: Any, filled: str, capsys: Any, tmp_path: Path) -> None:
+    tiny = str(write(tmp_path, tiny_files(template=None)))
+    assert "--chat-template" in refusal(capsys, words(filled, tokenizer=tiny))
     assert keys(s3, filled) == ["completions/a.jsonl"]
 
 

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
 import pytest
 from distributed import LocalCluster
 
-from etl import jobs
+from etl import jobs, preload
 from etl import storage as storage_module
 from etl.cluster import SETTINGS, pace
 from etl.errors import EtlError
@@ -170,6 +171,18 @@ def test_kill_9_at_ten_random_moments_changes_no_byte(s3: Any, bucket: str, prox
         await_no_process(bucket)
 
 
+def test_what_workers_are_forked_from_waits_for_the_kit_as_long_as_there_is_somebody_to_write_it(
+    tmp_path: Path,
+) -> None:
+    kit = tmp_path / "folder" / "kit.pickle"
+    assert not preload._await(kit, os.getppid())  # the run is over and has taken its folder away
+    kit.parent.mkdir()
+    assert not preload._await(kit, os.getpid())  # that process is not, or no more, what started this one
+    kit.touch()
+    assert preload._await(kit, os.getppid())
+
+
+@pytest.mark.long
 def test_a_run_killed_while_its_cluster_begins_leaves_no_process(s3: Any, bucket: str, proxy: Proxy) -> None:
     fill(s3, bucket, 2)
     killed_at(1, bucket, proxy)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -405,6 +404,8 @@ def long_rows(lengths: Iterable[int]) -> bytes:
 
 @pytest.mark.long
 def test_e02_e06_a_part_of_very_long_rows_is_read_whole_in_pieces_and_by_datasets(tmp_path: Path) -> None:
+    import datasets
+
     output = make_output(tmp_path, {"x.jsonl": long_rows([32_000] * 500)}, partition_bytes="1GiB")
     (part,) = sorted(output.glob("*.parquet"))
     file = pq.ParquetFile(part)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -216,16 +218,21 @@ def test_a_scheduler_that_does_not_answer_is_one_line(
         pass
 
 
-def children(of: str) -> list[str]:
-    """Command lines of the processes whose environment carries the mark."""
-    found = []
+def processes(of: str) -> dict[int, str]:
+    """Process id -> command line of the processes whose environment carries the mark."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"ETL_TEST_MARK={of}".encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
     return found
+
+
+def children(of: str) -> list[str]:
+    """Their command lines."""
+    return list(processes(of).values())
 
 
 def start(words: list[str], mark: str, **more: Any) -> subprocess.Popen[str]:
@@ -362,9 +369,14 @@ def goes_on(process: subprocess.Popen[str], seconds: float = 0.2) -> bool:
 def left_after(mark: str, seconds: float) -> list[str]:
     """The marked processes that are there, given so much time to end."""
     deadline = time.monotonic() + seconds
-    while (found := children(mark)) and time.monotonic() < deadline:
-        pass
-    return found
+    while (found := processes(mark)) and (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(ProcessLookupError):
+            end = os.pidfd_open(next(iter(found)))  # of a process that is nobody's child here; readable at its end
+            try:
+                select.select([end], [], [], left)
+            finally:
+                os.close(end)
+    return list(found.values())
 
 
 def test_ctrl_c_at_the_very_start_is_heard_by_the_command_alone(s3: Any, bucket: str) -> None:
@@ -377,7 +389,7 @@ def test_ctrl_c_at_the_very_start_is_heard_by_the_command_alone(s3: Any, bucket:
     _, err = started.communicate(timeout=60)
     assert started.returncode == 130, err
     assert "Traceback" not in err
-    assert left_after(bucket, 20) == []
+    assert left_after(bucket, 60) == []
 
 
 @pytest.mark.long
@@ -391,7 +403,7 @@ def test_an_interrupt_while_the_workers_begin_is_one_line_and_leaves_no_process(
     started.send_signal(signal.SIGINT)
     _, err = started.communicate(timeout=60)
     assert (started.returncode, err) == (130, "etl: interrupted; the same command goes on from here\n")
-    assert left_after(bucket, 20) == []
+    assert left_after(bucket, 60) == []
 
 
 @pytest.mark.long
@@ -418,7 +430,7 @@ def test_a_run_that_cannot_begin_leaves_no_process(bucket: str) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert left_after(bucket, 20) == []
+    assert left_after(bucket, 60) == []
 
 
 def measured(dask_scheduler: Any) -> dict[tuple[str, ...], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,12 +27,12 @@ def moto() -> Iterator[S3Server]:
 
 @pytest.mark.long
 class TestTheSuiteOfTheOtherServer:
-    """Every test of test_jobs.py and test_lease.py, those that will be added included."""
+    """Every test of test_jobs.py and test_lease.py that uses the server, those that will be added included."""
 
 
 for _suite in (test_jobs, test_lease):
     for _name, _test in vars(_suite).items():
-        if _name.startswith("test_"):
+        if _name.startswith("test_") and {"s3", "bucket", "url"} & {*inspect.signature(_test).parameters}:
             setattr(TestTheSuiteOfTheOtherServer, _name, staticmethod(_test))
 
 

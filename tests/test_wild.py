@@ -353,8 +353,8 @@ def test_a_file_of_wild_lines_gives_the_same_rows_and_rejects_however_it_is_cut(
 def test_ten_thousand_wild_lines_give_the_same_rows_and_rejects_however_they_are_cut(tmp_path: Path) -> None:
     lines = wild_lines(10_000, seed=2)
     began = time.monotonic()
-    require_same_however_cut(tmp_path, lines, ["16MiB", 1_000_003, 65_536, 9_973, 4_096], list(PACKERS))
-    print(f"\n{len(body_of(lines))} bytes, 11 times in {time.monotonic() - began:.0f} s")
+    require_same_however_cut(tmp_path, lines, ["16MiB", 1_000_003, 4_096], list(PACKERS))
+    print(f"\n{len(body_of(lines))} bytes, 9 times in {time.monotonic() - began:.0f} s")
 
 
 def test_the_rejects_of_a_run_with_too_many_of_them_are_numbered_too(tmp_path: Path) -> None:

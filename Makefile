@@ -27,8 +27,8 @@ run: $(BIN)/installed ## make the environment, then run the whole job on an embe
 test: setup ## make the environment, then run the tests, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-long: setup ## the tests marked long
-	$(BIN)/python -m pytest -m long
+test-long: setup ## the tests marked long, two files at a time
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile -o timeout=900
 
 test-lowest: $(LOWEST)/installed $(MATERIAL) ## the tests of what the packages do, on the lower bounds of pyproject.toml
 	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS) --deselect $(OTHER_READERS)

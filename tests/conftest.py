@@ -10,6 +10,7 @@ import datetime
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -52,6 +53,10 @@ isolate(_HOME)
 
 # A shell's background jobs are deaf to Ctrl-C, and so would be every command that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Else every process that a test starts compiles the packages anew, as long as nobody has done so: seconds each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,8 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-# Packages come uncompiled: where the shell keeps bytecode from being written, each process compiles all it imports again,
-# which takes a worker's first process three times as long.
+# Packages come uncompiled: where the shell keeps bytecode from being written, each process compiles all it imports
+# again, which takes a worker's first process three times as long.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \

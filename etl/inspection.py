@@ -18,6 +18,7 @@ import sys
 import unicodedata
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from etl.config import RunConfig
@@ -302,7 +303,7 @@ def normalize(row: Mapping[str, Any], config: RunConfig) -> list[Message]:
 
     Of a row that stands for several conversations, the first. Raises RowError where the row would be rejected.
     """
-    template = _template(_Key(config))
+    template = _template(_Key(config, _changed(config)))
     first = parse_row(dict(row), config, template.traits)[0]
     if isinstance(first, Reject):
         raise RowError(first.reason, first.detail)
@@ -314,9 +315,17 @@ class _Key:
     """A configuration as a cache's key: its mappings cannot be hashed, its text can."""
 
     config: RunConfig
+    changed: tuple[int, ...]
 
     def __hash__(self) -> int:
         return hash(repr(self.config))
+
+
+def _changed(config: RunConfig) -> tuple[int, ...]:
+    """When each local file that template and tokenizer come from was last written."""
+    places = [Path(name).expanduser() for name in (config.chat_template, config.tokenizer) if name]
+    files = [file for place in places for file in (sorted(place.iterdir()) if place.is_dir() else [place])]
+    return tuple(file.stat().st_mtime_ns for file in files if file.is_file())
 
 
 @functools.lru_cache(maxsize=4)

@@ -41,6 +41,7 @@ class Lease:
         self._owner = _owner(run_id)
         self.conditional = True
         self.lost: str | None = None
+        self._refused: str | None = None
 
     def acquire(self, *, take_over: bool, say: Callable[[str], None]) -> None:
         """Become the owner. Raises UsageError where a live run holds the output, or the lease cannot be written."""
@@ -132,10 +133,12 @@ class Lease:
                 continue  # a store that is away for a moment: the next renewal comes in time
 
     def _remove(self) -> None:
-        with contextlib.suppress(StorageError):
+        try:
             found = self._storage.get(self._url)
             if found is not None and self._is_ours(found):
                 self._storage.delete([self._url])
+        except StorageError as error:
+            self._refused = str(error) if self._etag else None  # else there is nothing of ours
 
     def _is_ours(self, body: bytes) -> bool:
         return bool(_decode(body).get("run") == self._owner["run"])
@@ -145,16 +148,17 @@ class Lease:
         if self.lost is not None:
             raise LeaseLost(f"{self.lost}; this run stops, what it wrote stays")
 
-    def release(self) -> bool:
-        """Give the output free, unless another run holds it by now. False where the store does not answer in time."""
+    def release(self) -> str | None:
+        """Give the output free, unless another run holds it by now. Says why the lease stays where it does."""
         self._done.set()
         if self._thread is None:
-            return True
+            return None
         try:
-            return self._ended.wait(RELEASE_SECONDS)  # an interrupted join takes the thread for ended (bpo-45274)
+            ended = self._ended.wait(RELEASE_SECONDS)  # an interrupted join takes the thread for ended (bpo-45274)
         except KeyboardInterrupt:  # a second one: it comes late instead of never
             self._ended.wait(RELEASE_SECONDS)
             raise
+        return self._refused if ended else "the store does not answer"
 
 
 @contextlib.contextmanager
@@ -165,8 +169,8 @@ def hold(storage: Storage, url: str, run_id: str, *, take_over: bool, say: Calla
         lease.acquire(take_over=take_over, say=say)
         yield lease
     finally:
-        if not lease.release():
-            say(f"{url} stays behind, for the store does not answer; it lapses after {EXPIRE_SECONDS:.0f} s")
+        if reason := lease.release():
+            say(f"{url} stays behind: {reason}; it lapses after {EXPIRE_SECONDS:.0f} s")
 
 
 def _owner(run_id: str) -> dict[str, Any]:

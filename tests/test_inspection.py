@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import etl
 from etl.config import RunConfig
 from etl.errors import UsageError
-from etl.inspection import Preview, ShownRow, preview
+from etl.inspection import Preview, ShownRow, normalize, preview
 from etl.lines import read_batches
 from etl.pipeline import build_kit, transform
 from etl.storage import Storage
@@ -357,3 +358,16 @@ def test_the_json_holds_ids_mask_texts_and_pieces(source: Path) -> None:
     assert len(row["input_ids"]) == len(row["loss_mask"]) == len(row["tokens"])
     assert row["pieces"][-2] == {"piece": "end", "message": 1, "start": 15, "stop": 16, "trained": False}
     assert found["options"] == ["--no-train-end"]
+
+
+def test_normalize_goes_by_the_template_as_it_is_now(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    row = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\nA\n</think>\n\nB"}]
+    }
+    options = RunConfig(input="in", tokenizer="builtin:qwen3.6", chat_template=str(file))
+    file.write_text("{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}")
+    assert normalize(row, options)[1]["content"].startswith("<think>")
+    file.write_text("{% for m in messages %}{{ m.role }} {{ m.reasoning_content }} {{ m.content }}{% endfor %}")
+    os.utime(file, ns=(1, 1))
+    assert normalize(row, options)[1]["reasoning_content"] == "A"

@@ -205,6 +205,19 @@ def test_an_interrupt_or_two_while_the_lease_is_acquired_leave_nothing(
     assert "Contents" not in s3.list_objects_v2(Bucket=bucket)
 
 
+def test_a_lease_that_may_not_be_deleted_is_said(bucket: str, moto: str) -> None:
+    said: list[str] = []
+    with start_proxy(moto) as proxy:
+        url, store = f"s3://{bucket}/tokens/__etl/lease.json", Storage(endpoint_url=proxy.endpoint_url)
+        with hold(store, url, "run-1", take_over=False, say=said.append):
+            proxy.refusals, proxy.refusal = -1, (403, "AccessDenied", "Access Denied")
+            proxy.refuse_when = lambda method, path, _count: "delete" in path or method == "DELETE"
+    (line,) = said
+    assert line.startswith(f"{url} stays behind: ")
+    assert "access denied" in line
+    assert line.endswith("it lapses after 60 s")
+
+
 def test_the_end_of_a_run_waits_a_few_seconds_for_a_silent_store_and_says_so(
     storage: Storage, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,8 +235,8 @@ def test_the_end_of_a_run_waits_a_few_seconds_for_a_silent_store_and_says_so(
     monkeypatch.setattr(lease, "RELEASE_SECONDS", 0.01)
     with hold(storage, url, "run-1", take_over=False, say=said.append) as held:
         assert renewing.wait(10)
-    assert said == [f"{url} stays behind, for the store does not answer; it lapses after 60 s"]
+    assert said == [f"{url} stays behind: the store does not answer; it lapses after 60 s"]
     answer.set()
     monkeypatch.setattr(lease, "RELEASE_SECONDS", 10)
-    assert held.release()
+    assert held.release() is None
     assert storage.get(url) is None

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,19 @@ def test_a_store_that_ignores_if_match_is_caught_by_the_etag_of_its_reply(proxy:
     storage.put(f"s3://{bucket}/x", b"new")
     with pytest.raises(ObjectChanged, match="changed"):
         storage.read(f"s3://{bucket}/x", 0, 3, etag)
+
+
+def test_a_read_asks_for_its_bytes_alone_of_the_version_that_was_planned(proxy: Proxy, bucket: str) -> None:
+    etag = Storage().put(f"s3://{bucket}/x", b"hello world")
+    asked: list[tuple[str | None, str | None]] = []
+
+    def note(headers: Mapping[str, str]) -> bool:
+        asked.append((headers.get("Range"), headers.get("If-Match")))
+        return False
+
+    proxy.refusals, proxy.refuse_headers = -1, note
+    assert Storage().read(f"s3://{bucket}/x", 2, 5, etag) == b"llo"
+    assert asked == [("bytes=2-4", f'"{etag}"')]
 
 
 def test_a_failed_local_write_leaves_nothing_under_the_name(tmp_path: Path) -> None:

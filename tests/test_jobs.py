@@ -25,6 +25,7 @@ from etl.surveys import Survey, survey
 from etl.watcher import Watcher
 from tests.jobs import QWEN36, chat, config, jsonl, small_rows, stored, upload, workers
 from tests.outputs import BYTES, Hands, go_on, make_output, mixed_objects
+from tests.servers import start_proxy
 
 TORN = b'{"messages": [{"ro'
 
@@ -537,6 +538,18 @@ def test_a_run_says_why_it_does_without_the_fast_engine_and_which_tokenizer_it_t
     (entry,) = s3.list_objects_v2(Bucket=bucket, Prefix="tokens/__etl/runs/")["Contents"]
     record = json.load(s3.get_object(Bucket=bucket, Key=entry["Key"])["Body"])
     assert (record["tokenizer"], record["revision"]) == (str(tmp_path), None)
+
+
+def test_rejects_are_stored_before_the_part_and_the_receipt_comes_last(
+    s3: Any, bucket: str, moto: str, scheduler: str
+) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3)) + TORN})
+    with start_proxy(moto) as proxy:
+        options = config(bucket, scheduler=scheduler, endpoint_url=proxy.endpoint_url, max_reject_share=1.0)
+        assert jobs.run(options).rejected == 1
+        stored_in_turn = [path for method, path in proxy.seen if method == "PUT" and "part-" in path]
+    kinds = [path.partition("/tokens/")[2].rpartition("/")[0] for path in stored_in_turn]
+    assert kinds == ["__etl/rejects", "", "__etl/receipts"]
 
 
 def test_the_shapes_that_were_found_are_counted_in_the_receipt(s3: Any, bucket: str, run: Any) -> None:

@@ -206,14 +206,14 @@ def test_a_group_closes_before_the_object_that_would_take_it_over() -> None:
 
 
 def test_a_plain_object_above_the_size_is_cut_and_each_range_is_alone() -> None:
-    objects = [info("a", 1), info("b", 25), info("c", 1), info("d", 10)]
+    objects = [info("a", 1), info("b", 25), info("c", 1), info("d", 10), info("e", 0)]
     assert shape(cut_partitions(objects, 10, "f")) == [
         [("a", 0, 1)],
         [("b", 0, 10)],
         [("b", 10, 20)],
         [("b", 20, 25)],
         [("c", 0, 1)],
-        [("d", 0, 10)],
+        [("d", 0, 10), ("e", 0, 0)],
     ]
 
 

@@ -225,6 +225,33 @@ def test_too_many_rejects_end_with_1_and_without_success_and_a_higher_limit_adds
     assert "__etl/SUCCESS" in stored(strict.output).objects
 
 
+def test_few_rows_are_judged_at_the_end_so_that_every_partition_is_done(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {f"{i:02}.jsonl": jsonl(small_rows(1, f"{i}-")) + TORN for i in range(20)})
+    result = run(partition_bytes=400)
+    assert (result.exit_code, result.rows, result.rejected, result.partitions_failed) == (1, 20, 20, 0)
+    assert len(stored(result.output).receipts) == result.partitions == 10
+
+
+def test_rows_over_the_length_that_was_asked_for_are_no_reason_to_fail(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl([chat("a", "Hi", "ok"), chat("b", "Hi", "word " * 50)])})
+    result = run(max_length=20)
+    assert (result.exit_code, result.reasons) == (0, {"over_length": 1})
+    assert "__etl/SUCCESS" in stored(result.output).objects
+
+
+def test_while_appended_partitions_are_done_the_output_is_not_finished(s3: Any, bucket: str, scheduler: str) -> None:
+    finished: list[bool] = []
+
+    class Looking(Watcher):
+        def advance(self, _receipt: Any) -> None:
+            finished.append("__etl/SUCCESS" in stored(f"s3://{bucket}/tokens/").objects)
+
+    for name in ("a.jsonl", "b.jsonl"):
+        upload(s3, bucket, {name: jsonl(small_rows(2, name))})
+        assert jobs.run(config(bucket, scheduler=scheduler), Looking()).exit_code == 0
+    assert finished == [False, False]
+
+
 def test_on_error_fail_ends_with_1_at_a_bad_row(s3: Any, bucket: str, run: Any) -> None:
     upload(s3, bucket, {"a.jsonl": jsonl(small_rows(200)) + TORN})
     result = run(on_error="fail")

@@ -60,6 +60,7 @@ from etl import ledger
 from etl.config import RunConfig
 from etl.errors import EtlError, UsageError
 from etl.lines import Batch
+from etl.pages import check_place
 from etl.pipeline import Gate, KeptKit, Kit, Outcome, PackedKit, transform, tune_worker
 from etl.records import Partition, TokenizerSpec
 from etl.schema import empty_frame, output_schema
@@ -338,9 +339,7 @@ def check_startable(config: RunConfig) -> None:
     worker would import and start.
     """
     if config.profile_report is not None:
-        report = Path(config.profile_report)
-        if report.is_dir() or not report.parent.is_dir():
-            raise UsageError(f"--profile-report {report}: name a file in a folder that exists")
+        check_place("--profile-report", config.profile_report)
     if config.scheduler is not None:
         _find_scheduler(config.scheduler)
         return
@@ -567,7 +566,7 @@ def fills_cores(config: RunConfig) -> bool:
     return config.scheduler is None and worker_count(config) >= cpu_count()
 
 
-def describe_crowd(config: RunConfig, client: Client) -> str | None:
+def describe_workers(config: RunConfig, client: Client) -> str | None:
     """What is said of more workers than cores, or of a running cluster without any."""
     if config.scheduler is not None:
         return None if client.nthreads() else f"no worker has joined {config.scheduler} yet; waiting for the first"
@@ -698,27 +697,28 @@ def slide(
     waiting = iter(items)
     owner: dict[Any, T] = {}
     done = as_completed(with_results=False)
-    at_once = 0
 
-    def fill() -> None:
-        nonlocal at_once
+    def fill() -> int:
+        """Submit what there is room for; returns how few are left when there is room again, -1 where none wait."""
         at_once = max(2, _computing_at_once(client))  # more workers may have come by now
         # for each one that computes, one that waits in the worker, and two that are being written
-        chunk = list(islice(waiting, max(0, 4 * at_once - len(owner))))
+        room = 4 * at_once - len(owner)
+        chunk = list(islice(waiting, max(0, room)))
         if chunk:
             futures = list(submit(chunk))
             owner.update(zip((f.key for f in futures), chunk, strict=True))
             done.update(futures)
+        return 3 * at_once if chunk or room <= 0 else -1
 
-    fill()
+    few = fill()
     while owner:
         future = next(done)
         item = owner.pop(future.key)
         error = future.exception()
         yield item, error if error is not None else future.result()
         future.release()
-        if len(owner) <= 3 * at_once:
-            fill()
+        if len(owner) <= few:
+            few = fill()
 
 
 def _computing_at_once(client: Client) -> int:

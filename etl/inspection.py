@@ -312,7 +312,7 @@ def normalize(row: Mapping[str, Any], config: RunConfig) -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A configuration as a cache's key: its mappings cannot be hashed, its text can."""
+    """A configuration, and when its files were `changed`, as a cache's key: mappings cannot be hashed, text can."""
 
     config: RunConfig
     changed: tuple[int, ...]

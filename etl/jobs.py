@@ -197,8 +197,8 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str, w
     with cluster.connect(config, kit, warm) as client:
         books.dashboard = None if config.no_dashboard else client.dashboard_link
         watcher.say(f"dashboard: {books.dashboard or 'off'}")
-        if crowd := cluster.describe_crowd(config, client):
-            watcher.say(crowd)
+        if remark := cluster.describe_workers(config, client):
+            watcher.say(remark)
         cluster.ship(client, kit, warm)
         said: set[str] = set()
         for partition, receipt in cluster.run_partitions(client, todo, kit.name, config):

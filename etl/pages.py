@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
+
+from etl.errors import UsageError
 
 STYLE: Final = (
     "body{font:14px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
@@ -50,6 +53,12 @@ def html_page(title: str, fragment: str) -> str:
     """One self-contained file: nothing in it is fetched from elsewhere."""
     head = f'<meta charset="utf-8"><title>{escape(title)}</title>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{fragment}</body></html>\n'
+
+
+def check_place(option: str, path: str) -> None:
+    """Raise UsageError where the page that an option names could not be written, before the work that goes into it."""
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise UsageError(f"{option} {path}: name a file in a folder that exists")
 
 
 def number(value: float) -> str:

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from etl.config import CHOICES, RunConfig
 from etl.errors import EtlError, UsageError
-from etl.pages import printable
+from etl.pages import check_place, printable
 from etl.records import LOW_TRAINED_SHARE
 from etl.watcher import Watcher
 
@@ -157,7 +157,8 @@ def plan_command(words: list[str]) -> int:
 def preview_command(words: list[str]) -> int:
     """`etl preview INPUT [INPUT …] --tokenizer T [-n 3] [--row N] [--html FILE]`: tokens in colour, with a legend."""
     config, flags = parse_preview(words)
-    _check_page(flags.html)
+    if flags.html is not None:
+        check_place("--html", flags.html)
     from etl.inspection import preview
 
     found = preview(config, flags.rows, flags.row)
@@ -188,7 +189,8 @@ def report_command(words: list[str]) -> int:
     parser = output_parser("report", "the totals of an output: rows, rejects by reason, where the time went")
     parser.add_argument("--html", metavar="FILE", default=None, help="write one self-contained page as well")
     flags, options = parse_output(parser, words)
-    _check_page(flags.html)
+    if flags.html is not None:
+        check_place("--html", flags.html)
     from etl.summary import report
 
     result = report(flags.output, **options)
@@ -199,11 +201,6 @@ def report_command(words: list[str]) -> int:
     if flags.json:
         print(json.dumps(result.as_dict()))
     return 0
-
-
-def _check_page(path: str | None) -> None:
-    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-        raise UsageError(f"--html {path}: name a file in a folder that exists")
 
 
 def _write_page(path: str, page: str) -> None:

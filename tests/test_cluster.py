@@ -112,10 +112,10 @@ def test_of_many_partitions_the_scheduler_knows_a_window_alone(
 
 def test_more_workers_than_cores_are_said(bucket: str, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "cpu_count", lambda: 2)
-    said = cluster.describe_crowd(config(bucket, workers=128), client)
+    said = cluster.describe_workers(config(bucket, workers=128), client)
     assert said == "128 workers on 2 cores: only as many compute at a time"
-    assert cluster.describe_crowd(config(bucket, workers=2), client) is None
-    assert cluster.describe_crowd(config(bucket, scheduler=client.scheduler.address), client) is None
+    assert cluster.describe_workers(config(bucket, workers=2), client) is None
+    assert cluster.describe_workers(config(bucket, scheduler=client.scheduler.address), client) is None
 
 
 def test_workers_that_join_late_are_waited_for_with_a_word_and_given_work(s3: Any, bucket: str) -> None:

@@ -86,7 +86,8 @@ class _Row:
         text, late = self.trace.text, self.template.late_ending
         start, end = found[-1]
         if k == len(self.messages) - 1 and end == self.trace.owners[-1][1] < len(text):
-            if self.template.added_tokens.search(text, end):
+            token = self.template.added_tokens.search(text, end)
+            if token and token[0] not in self.template.openers:  # else a header for the next reply (Command A)
                 found[-1] = (start, len(text))
         elif late and text.startswith(late, end):
             found[-1] = (start, end + len(late))
@@ -380,6 +381,8 @@ def _find_header(row: _Row, k: int, intervals: Sequence[Span], present: Sequence
     if begin and text.startswith(begin, start) and start + len(begin) <= limit:
         start += len(begin)
     at = text.find(header, start, limit)
+    if at < 0:  # its first blanks may be the end of the message before (Alpaca)
+        at = text.find(header, max(0, start + 1 - len(header)), limit)
     if at >= 0:
         return at + len(header)
     asked = _asked_for(row, k)

@@ -275,27 +275,30 @@ class ChatTemplate:
             return True, "", ""
         tail = short.text.rpartition(_SAID[1])[2]
         gap = long.text.partition(_SAID[1])[2].partition(_SAID[2])[0]
-        tokens = [found.end() for found in self.added_tokens.finditer(_common_prefix(tail, gap))]
-        ending = tail[: tokens[-1]] if tokens else ""
         at = long.text.find(_SAID[1])
         own = [(start, end) for start, end, owner in long.owners if owner == 1]
         follows = any(start <= at < end for start, end in own)
         late = bool(own) and own[-1][1] <= at + len(_SAID[1])
+        if follows and not late:
+            gap = gap[: own[-1][1] - at - len(_SAID[1])]  # what the next iteration writes opens the next turn
+        tokens = [found.end() for found in self.added_tokens.finditer(_common_prefix(tail, gap))]
+        ending = tail[: tokens[-1]] if tokens else ""
         return follows, ending, ending if late else ""
 
     def _learn_openers(self) -> frozenset[str]:
-        """Added tokens with which a tool's text begins: written behind a call, they are not what ended it."""
-        tool = len(_SAID) // 2
-        messages: list[Message] = [
-            {"role": "user", "content": _SAID[0]},
-            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-            {"role": "tool", "content": _SAID[2], "tool_call_id": _CALL["id"], "name": "f"},
-        ]
-        trace = self._try(messages)
-        start = next((start for start, _, owner in trace.owners if owner == tool), None) if trace else None
-        token = self.added_tokens.match(trace.text, start) if trace and start is not None else None
-        ends = {self.special_tokens.get("eos_token"), *self.added_tokens.findall(self.ending)}
-        return frozenset() if token is None or token[0] in ends else frozenset({token[0]})
+        """Added tokens with which a tool's or a user's text begins: written behind a reply, they are not its end."""
+        user: Message = {"role": "user", "content": _SAID[0]}
+        call: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        tool: Message = {"role": "tool", "content": _SAID[2], "tool_call_id": _CALL["id"], "name": "f"}
+        chats = [user, call, tool], [user, {"role": "assistant", "content": _SAID[1]}, user]
+        tokens = {self._first_token(trace) for trace in map(self._try, chats) if trace}
+        return frozenset(tokens - {"", self.special_tokens.get("eos_token"), *self.added_tokens.findall(self.ending)})
+
+    def _first_token(self, trace: Trace) -> str:
+        """The added token with which the text of a chat's third message begins; '' where there is none."""
+        start = next((start for start, _, owner in trace.owners if owner == len(_SAID) // 2), None)
+        token = None if start is None else self.added_tokens.match(trace.text, start)
+        return token[0] if token else ""
 
 
 def _aliased(message: Message) -> Message:

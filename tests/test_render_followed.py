@@ -185,3 +185,25 @@ def test_a_piece_cut_in_the_middle_counts_as_dropped() -> None:
     rendered = render_row(make_template(source + PROMPT), [USER, say("a secret b")])
     assert rendered.spans == ()
     assert rendered.counts == {"dropped_reasoning_turns": 1}
+
+
+def test_a_role_header_whose_blanks_end_the_message_before_is_not_trained() -> None:
+    source = (  # Alpaca's
+        "{% for m in messages %}### {{ 'Response' if m.role == 'assistant' else 'Instruction' }}:\n{{ m.content }}"
+        "{% if m.role == 'assistant' %}</s>{% endif %}{% if not loop.last %}{{ '\n\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\n\n### Response:\n' }}{% endif %}"
+    )
+    assert show(make_template(source), [USER, say("ok"), ask("x\n\n### Response:\n"), say("yes")]) == (
+        "### Instruction:\nHi\n\n### Response:\n[[ok</s>]]\n\n"
+        "### Instruction:\nx\n\n### Response:\n\n\n### Response:\n[[yes</s>]]"
+    )
+
+
+def test_a_header_for_the_next_reply_behind_the_last_one_is_not_trained() -> None:
+    source = (  # Command A's
+        "{% for m in messages %}<|turn|><|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|turn|><|assistant|>"
+        "{% if add_generation_prompt %}<|answer|>{% endif %}"
+    ).replace("|>{{ m.content", "|>{% if m.role == 'assistant' %}<|answer|>{% endif %}{{ m.content")
+    assert show(make_template(source), [USER, say("ok"), USER, say("yes")]).endswith(
+        "<|user|>Hi<|end|><|turn|><|assistant|><|answer|>[[yes<|end|>]]<|turn|><|assistant|>"
+    )

@@ -258,7 +258,7 @@ class Preview:
 
     def to_html(self) -> str:
         """One self-contained HTML file, for light and dark."""
-        return html_page(f"etl preview: {self.subject}", _PAGE_STYLE + self._repr_html_())
+        return html_page(f"etl preview: {self.subject}", self._repr_html_(), "margin:0")
 
     def _repr_html_(self) -> str:
         rows = "".join(map(_html_row, self.rows)) or "<p>no rows</p>"
@@ -715,7 +715,6 @@ def _probe_rows(*, thinks: bool) -> dict[str, dict[str, Any]]:
 
 # --- HTML ---
 
-_PAGE_STYLE: Final = "<style>:root{color-scheme:light dark}body{margin:0}</style>"
 _CSS: Final = (
     ".etl-preview{--fg:#1b1b1b;--bg:#fff;--off:#5f5f5f;--line:#888a;color:var(--fg);background:var(--bg);padding:1rem;"
     "font:14px/1.55 system-ui,sans-serif}"
@@ -723,7 +722,8 @@ _CSS: Final = (
     ".etl-preview td{text-align:left;vertical-align:top;padding:.1rem .9rem .1rem 0;background:none}"
     ".etl-preview code,.etl-preview .x{font:13px/1.6 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;"
     "white-space:pre-wrap;overflow-wrap:anywhere;color:inherit;background:none}"
-    ".etl-preview .w{border-radius:3px;padding:0 .35rem;white-space:nowrap}"
+    ".etl-preview td:last-child{min-width:9rem}"
+    ".etl-preview .w{border-radius:3px;padding:0 .35rem;box-decoration-break:clone}"
     ".etl-preview .r{border-top:1px solid var(--line);margin-top:1rem;padding-top:.6rem}"
     ".etl-preview .s{display:grid;grid-template-columns:7.5rem 1fr}"
     ".etl-preview .s>b{font-weight:400;color:var(--off);white-space:pre}"

@@ -10,7 +10,7 @@ from typing import Final
 from etl.errors import UsageError
 
 STYLE: Final = (
-    "body{font:14px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
+    ".etl{overflow-x:auto}"
     ".etl table{border-collapse:collapse;margin:.3rem 0 1.2rem}"
     ".etl td,.etl th{text-align:left;vertical-align:top;padding:.15rem .8rem .15rem 0;border-bottom:1px solid #8884}"
     ".etl .loud{background:#c00;color:#fff;font-weight:bold;padding:.5rem .8rem}"
@@ -45,14 +45,15 @@ def html_section(title: str, content: str) -> str:
 
 
 def html_fragment(content: str) -> str:
-    """HTML with its own style, to stand in a notebook or on a page."""
+    """HTML with its own style, to stand in a notebook or on a page; it styles nothing around it."""
     return f'<div class="etl"><style>{STYLE}</style>{content}</div>'
 
 
-def html_page(title: str, fragment: str) -> str:
-    """One self-contained file: nothing in it is fetched from elsewhere."""
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{fragment}</body></html>\n'
+def html_page(title: str, fragment: str, body_style: str) -> str:
+    """One self-contained file, for light and dark: nothing in it is fetched from elsewhere."""
+    style = f"<style>:root{{color-scheme:light dark}}body{{{body_style}}}</style>"
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}{style}</head><body>{fragment}</body></html>\n'
 
 
 def check_place(option: str, path: str) -> None:

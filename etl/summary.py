@@ -110,7 +110,7 @@ class Report:
 
     def to_html(self) -> str:
         """One self-contained HTML file."""
-        return html_page(f"etl: {self.output}", self._repr_html_())
+        return html_page(f"etl: {self.output}", self._repr_html_(), _BODY_STYLE)
 
     def _repr_html_(self) -> str:
         return html_fragment(_html(self))
@@ -326,6 +326,9 @@ def _aligned(rows: Rows) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     for row in shown:
         yield "  ".join(c.ljust(w if w <= RAW_CHARACTERS else 0) for c, w in zip(row, widths, strict=True)).rstrip()
+
+
+_BODY_STYLE: Final = "font:14px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem"
 
 
 def _html(r: Report) -> str:

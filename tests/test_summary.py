@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import etl
+from etl.audit import CheckResult
 from etl.errors import UsageError
 from etl.summary import Report, report
 from etl.terminal import main
@@ -163,6 +164,14 @@ def test_the_page_is_self_contained_and_nothing_of_the_input_is_markup(tmp_path:
         assert "table" in page.tags
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in told.to_html()
     assert "&lt;b&gt;&amp;.jsonl" in told.to_html()
+
+
+def test_what_a_notebook_shows_leaves_the_page_around_it_as_it_is(told: Report) -> None:
+    assert "body{" in told.to_html()
+    assert "color-scheme:light dark" in told.to_html()
+    for shown in (told._repr_html_(), CheckResult("o", 0, 0, ())._repr_html_()):
+        style = shown.partition("<style>")[2].partition("</style>")[0]
+        assert [rule for rule in style.split("}") if rule and not rule.startswith(".etl")] == []
 
 
 def test_text_of_the_input_does_not_command_the_terminal(tmp_path: Path) -> None:

@@ -153,12 +153,12 @@ def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
         is_closed = seen.finished and not seen.todo and not seen.changed
         result = Books(seen).total() if is_closed else None
         if result is None or result.exit_code:  # limits may be others than those that it was closed under
-            result = _hold_and_run(seen, watcher, warm)
+            result = _hold_and_run(seen, watcher, warm, started)
     result.seconds = round(time.monotonic() - started, 3)
     return result
 
 
-def _hold_and_run(seen: Survey, watcher: Watcher, warm: Path | None) -> RunResult:
+def _hold_and_run(seen: Survey, watcher: Watcher, warm: Path | None, started: float) -> RunResult:
     run_id = new_run_id()
     with hold(seen.storage, seen.places.lease, run_id, take_over=seen.config.take_over, say=watcher.say) as lease:
         # Another run may have worked here between the look and the lease.
@@ -170,6 +170,7 @@ def _hold_and_run(seen: Survey, watcher: Watcher, warm: Path | None) -> RunResul
         if lease.lost is None:
             with books.ending():
                 model = {"tokenizer": seen.spec.name, "revision": seen.spec.revision}
+                result.seconds = round(time.monotonic() - started, 3)
                 ledger.write_run(seen.storage, seen.places, run_id, result.as_dict() | model)
     return books.total()
 

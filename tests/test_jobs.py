@@ -287,6 +287,16 @@ def fail_to_put(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
     monkeypatch.setattr(Storage, "put", fail)
 
 
+def test_what_a_run_did_is_kept_with_its_seconds(s3: Any, bucket: str, run: Any) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl(small_rows(3))})
+    result = run()
+    (kept,) = (json.loads(body) for name, body in stored(result.output).objects.items() if "__etl/runs/" in name)
+    assert 0 < kept["seconds"] <= result.seconds
+    assert {name: kept[name] for name in result.as_dict() if name != "seconds"} == {
+        name: value for name, value in result.as_dict().items() if name != "seconds"
+    }
+
+
 @pytest.mark.parametrize(("written", "rows"), [("plan.json", 0), ("SUCCESS", 3), ("/runs/", 3)])
 @pytest.mark.parametrize(("error", "ends"), [(StorageError("made up: denied"), 1), (KeyboardInterrupt(), 130)])
 def test_a_refused_or_interrupted_write_ends_the_run_with_what_is_known(

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it: nobody here; the terminal and the notebook have their own."""
+"""What a run tells whoever watches it: nobody here; the terminal has its own."""
 
 from __future__ import annotations
 

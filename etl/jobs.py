@@ -19,9 +19,9 @@ from etl.lease import Lease, hold
 from etl.pages import html_table
 from etl.partitions import COMPRESSED_NAME, cut_partitions
 from etl.pipeline import PackedKit
-from etl.records import Partition
+from etl.records import LOW_TRAINED_SHARE, Partition
 from etl.surveys import Survey, look_at_input, survey
-from etl.watcher import Watcher
+from etl.watcher import Notes, Watcher
 
 LIMIT_AFTER: Final = 10_000
 """Candidates before the reject limit may end a run early."""
@@ -140,10 +140,11 @@ def frame(config: RunConfig) -> Any:
 def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     """Tokenize everything under INPUT that OUTPUT does not hold yet.
 
-    Returns the totals; `exit_code` is 0, 1 (something to look at, said in `error`) or 130 (interrupted). Raises
-    UsageError, before anything is written, where the run cannot begin.
+    Returns the totals; `exit_code` is 0, 1 (something to look at, said in `error`) or 130 (interrupted). Notes and the
+    dashboard's address go to `watcher`, or to standard error. Raises UsageError, before anything is written, where the
+    run cannot begin.
     """
-    watcher = watcher or Watcher()
+    watcher = watcher or Notes()
     started = time.monotonic()
     cluster.check_startable(config)
     with cluster.begun(config) as warm:  # what workers import takes as long as the survey
@@ -155,6 +156,8 @@ def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
         if result is None or result.exit_code:  # limits may be others than those that it was closed under
             result = _hold_and_run(seen, watcher, warm, started)
     result.seconds = round(time.monotonic() - started, 3)
+    if result.tokens and result.trained_share < LOW_TRAINED_SHARE:
+        watcher.warn(f"only {result.trained_share:.1%} of the tokens are trained; look at the mask before you train")
     return result
 
 

@@ -24,7 +24,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from etl.config import CHOICES, RunConfig
 from etl.errors import EtlError, UsageError
 from etl.pages import check_place, printable
-from etl.records import LOW_TRAINED_SHARE
 from etl.watcher import Watcher
 
 LATER: Final = ("doctor", "export")
@@ -463,6 +462,10 @@ class ProgressWatcher(Watcher):
         """One line above the bar."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """As `say`, in red."""
+        self.console.print(f"WARNING: {text}", markup=False, highlight=False, soft_wrap=True, style="bold red")
+
     def start(self, total: int, done: int) -> None:
         """Show how much there is."""
         self.total, self.done, self.began = total, done, time.monotonic()
@@ -495,10 +498,6 @@ def print_summary(result: Any) -> None:
     out = Console(highlight=False, soft_wrap=True)
     share = f"{result.trained_share:.1%}"
     out.print(f"{result.rows:,} rows, {result.tokens:,} tokens, {result.loss_tokens:,} trained ({share})", markup=False)
-    if result.tokens and result.trained_share < LOW_TRAINED_SHARE:
-        out.print(
-            f"WARNING: only {share} of the tokens are trained; look at the mask before you train", style="bold red"
-        )
     reasons = ", ".join(f"{count} {reason}" for reason, count in result.reasons.items())
     rejected = f"{result.rejected:,} rejected" + (
         f" ({reasons}), see {result.output.rstrip('/')}/__etl/rejects/" if reasons else ""

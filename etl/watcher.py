@@ -1,7 +1,8 @@
-"""What a run tells whoever watches it: nobody here; the terminal has its own."""
+"""What a run tells whoever watches it: nobody, or standard error; the terminal has a watcher of its own."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ class Watcher:
     def say(self, text: str) -> None:
         """One line for the user."""
 
+    def warn(self, text: str) -> None:
+        """One line that must not be overlooked."""
+
     def start(self, total: int, done: int) -> None:
         """`total` partitions, of which `done` were done before this run."""
 
@@ -20,3 +24,15 @@ class Watcher:
 
     def finish(self) -> None:
         """The run has ended, well or not."""
+
+
+class Notes(Watcher):
+    """Prints what is said on standard error, and no progress: scripts and notebooks."""
+
+    def say(self, text: str) -> None:
+        """One line."""
+        print(text, file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        """One line."""
+        self.say(f"WARNING: {text}")

@@ -612,3 +612,13 @@ def test_every_switch_that_leaves_tokens_out_is_counted_in_the_receipt(s3: Any, 
     assert receipt["counts"]["untrained_messages"] == 1
     assert receipt["counts"]["shortened_rows"] == 1
     assert stored(f"s3://{bucket}/tokens").table["n_tokens"].to_pylist() == [60]
+
+
+def test_python_is_told_on_standard_error_what_the_command_line_says(
+    s3: Any, bucket: str, run: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    upload(s3, bucket, {"a.jsonl": jsonl([chat("long", "word " * 500, "Yes.")])})
+    assert run().exit_code == 0
+    said = capfd.readouterr().err
+    assert "dashboard: off\n" in said
+    assert "WARNING: only 0.6% of the tokens are trained; look at the mask before you train\n" in said

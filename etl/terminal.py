@@ -61,29 +61,50 @@ def main(argv: Sequence[str] | None = None) -> int:
             _explain(EtlError("interrupted; the same command goes on from here"), debug=debug)
             return 130
         except BrokenPipeError:
-            # The reader of our output has gone (`| head`); there is nobody left to tell.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1  # the reader of our output has gone (`| head`); there is nobody left to tell
+        except OSError as error:  # what is printed finds no room
+            _explain(EtlError(f"{_drop_unwritable()}{error}"), debug=debug)
             return 1
+        finally:
+            _drop_unwritable()
 
 
 def _dispatch(words: list[str]) -> int:
     if not words:
         raise UsageError(f"name a command: {', '.join(COMMANDS)}; see python -m etl --help")
     if words[0] in {"-h", "--help"}:
-        print(HELP)
+        print(HELP, flush=True)
         return 0
     command, rest = words[0], words[1:]
     if command in LATER:
         raise UsageError(f"etl {command}: not yet")
     if command not in COMMANDS:
         raise UsageError(f"unknown command {command!r}; choose {', '.join(COMMANDS)}")
-    return COMMANDS[command](rest)
+    exit_code = COMMANDS[command](rest)
+    print(end="", flush=True)  # at the exit of Python it would be too late to tell that this cannot be written
+    return exit_code
 
 
 def _explain(error: EtlError, *, debug: bool) -> None:
-    if debug:
-        traceback.print_exception(error)
-    print(f"etl: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        if debug:
+            traceback.print_exception(error)
+        print(f"etl: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+
+
+def _drop_unwritable() -> str:
+    """What standard output or error cannot take goes nowhere, or Python's own last try would exit with 120.
+
+    Returns which of them it was.
+    """
+    dropped = ""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            print(end="", file=stream, flush=True)
+        except OSError:
+            dropped += f"{stream.name}: "
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return dropped
 
 
 @contextlib.contextmanager
@@ -115,16 +136,30 @@ _AGAIN_SECONDS: Final = 0.1
 """By then the finaliser is over."""
 
 
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """An interrupt inside comes at the end of it."""
+    came: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 # --- commands ----------------------------------------------------------------------------------------------------
 
 
 def run_command(words: list[str]) -> int:
     """`etl run INPUT [INPUT …] OUTPUT --tokenizer NAME_OR_FOLDER`."""
     config, flags = parse_run(words, "etl run")
-    from etl import jobs  # Dask takes a second to import; wrong usage should not wait for it
-
     watcher = Watcher() if flags.quiet else ProgressWatcher()
     try:
+        with _interrupts_later():  # what is imported by half can neither be used nor imported again
+            from etl import jobs  # Dask takes a second to import; wrong usage should not wait for it
         result = jobs.run(config, watcher)
     except KeyboardInterrupt:
         error = "interrupted; the same command goes on from here"
@@ -459,8 +494,9 @@ class ProgressWatcher(Watcher):
         self.began = self.said = time.monotonic()
 
     def say(self, text: str) -> None:
-        """One line above the bar."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """One line above the bar. A terminal that has gone, or a full disk under a log, does not end the run."""
+        with contextlib.suppress(OSError):
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """As `say`, in red."""
@@ -490,7 +526,8 @@ class ProgressWatcher(Watcher):
     def finish(self) -> None:
         """Take the bar down."""
         if self.bar is not None:
-            self.bar.stop()
+            with contextlib.suppress(OSError):
+                self.bar.stop()
 
 
 def print_summary(result: Any) -> None:

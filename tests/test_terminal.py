@@ -8,6 +8,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 
 from etl.config import RunConfig
 from etl.errors import UsageError
-from etl.terminal import COMMANDS, GROUPS, main, parse_run, run_parser
+from etl.terminal import COMMANDS, GROUPS, ProgressWatcher, main, parse_run, run_parser
 from tests.jobs import QWEN36, jsonl, small_rows, upload
 from tests.servers import Proxy, start_proxy
 from tests.test_tokenizer import tiny_files, write
@@ -421,3 +423,46 @@ def test_an_interrupt_that_python_drops_in_a_finaliser_comes_again(
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "etl: interrupted; the same command goes on from here\n"
+
+
+def test_a_full_disk_under_standard_output_is_one_line_and_1(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - as a shell's `>` does
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["--help"]) == 1
+    assert capsys.readouterr().err == "etl: /dev/full: [Errno 28] No space left on device\n"
+
+
+def test_a_log_that_takes_no_more_does_not_change_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", buffering=1) as full:  # noqa: PTH123 - as a shell's `2>` does
+        monkeypatch.setattr(sys, "stderr", full)
+        assert main(["--no-such"]) == 2
+
+
+def test_a_log_that_takes_no_more_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", buffering=1) as full:  # noqa: PTH123 - as a shell's `2>` does
+        monkeypatch.setattr(sys, "stderr", full)
+        ProgressWatcher().start(3, 0)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # or it cannot be closed
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+from etl.terminal import main
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dask":
+            os.kill(os.getpid(), signal.{signal})
+
+sys.meta_path.insert(0, Finder())
+sys.exit(main(["run", "in/", "out/", "--tokenizer", "t", "--json"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_run_interrupted_while_it_imports_dask_prints_its_json(name: str) -> None:
+    code = INTERRUPTED_IMPORT.replace("{signal}", name)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130
+    assert json.loads(done.stdout.splitlines()[-1])["exit_code"] == 130
+    assert done.stderr == "etl: interrupted; the same command goes on from here\n"

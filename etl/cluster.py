@@ -447,12 +447,19 @@ def connect(config: RunConfig, packed: PackedKit, warm: Path | None = None) -> I
         else:
             path = warm or stack.enter_context(begun(config))
             if path is not None:
-                packed.keep(path)
+                _keep(packed, path)
             cluster = stack.enter_context(_local_cluster(config))
             client = stack.enter_context(Client(cluster, timeout=120))
         if config.profile_report is not None:
             stack.enter_context(performance_report(filename=config.profile_report, mode="inline"))
         yield client
+
+
+def _keep(packed: PackedKit, path: Path) -> None:
+    try:
+        packed.keep(path)
+    except OSError as error:
+        raise EtlError(f"cannot write {path}: {error.strerror}; make room, or set TMPDIR to another folder") from error
 
 
 def _remote_client(url: str) -> Client:

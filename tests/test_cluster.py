@@ -24,7 +24,7 @@ from dask.system import cpu_count
 from distributed import Client, LocalCluster, SchedulerPlugin, futures_of, wait
 
 from etl import cluster, jobs
-from etl.errors import UsageError
+from etl.errors import EtlError, UsageError
 from etl.pipeline import PackedKit
 from etl.records import ObjectRange, Partition, TokenizerSpec
 from etl.terminal import main
@@ -488,3 +488,11 @@ def test_a_quiet_run_says_nothing_but_its_json(s3: Any, bucket: str, client: Cli
     assert main([*words, "--quiet", "--json", "--engine", "transformers"]) == 0
     said = capsys.readouterr()
     assert (said.out.count("\n"), said.err) == (1, "")
+
+
+def test_a_full_temporary_folder_is_one_line(bucket: str, qwen36: TokenizerSpec, tmp_path: Path) -> None:
+    options = config(bucket, workers=1)
+    kit = PackedKit.pack("tests", qwen36, options)
+    absent = tmp_path / "absent" / "kit.pickle"
+    with pytest.raises(EtlError, match=r"cannot write .*kit\.pickle: .*TMPDIR"), cluster.connect(options, kit, absent):
+        pass

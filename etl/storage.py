@@ -661,6 +661,8 @@ async def _send(fs: Any, method: str, **arguments: Any) -> dict[str, Any]:
         # s3fs turns replies into OSErrors; the reply itself says more. Raised in here, each would name the other as
         # where it comes from, and Dask, which pickles an error with its causes, would never come to an end.
         failed = error.__cause__ if isinstance(error.__cause__, boto.ClientError) else error
+    except RecursionError:  # botocore asks whoever redirects where the bucket is, and is redirected again
+        failed = boto.ClientError({"Error": {"Code": "308"}}, method)
     if failed is not None:
         raise failed
     if "Body" in reply:
@@ -878,6 +880,10 @@ _SEEN: Final[Mapping[str, tuple[str, str]]] = {
     "AuthorizationHeaderMalformed": ("the bucket lies in another region", "set AWS_DEFAULT_REGION to it"),
     "IllegalLocationConstraintException": ("the bucket lies in another region", "set AWS_DEFAULT_REGION to it"),
     "301": ("the bucket lies in another region", "set AWS_DEFAULT_REGION to it"),
+    "308": (
+        "whoever answers there sends every request elsewhere",
+        "give the store's own address as --endpoint-url, e.g. https instead of http, and set AWS_DEFAULT_REGION",
+    ),
     "NotImplemented": ("NotImplemented: the store cannot do that", "see its documentation"),
 }
 _DENIED: Final = ("access denied", "the credentials in use may not do this here; check them, --profile and --anon")

@@ -524,6 +524,13 @@ def test_each_refusal_says_where_what_and_what_to_do(proxy: Proxy, bucket: str) 
         assert isinstance(failure(lambda: Storage().check_bucket(f"s3://{bucket}")), UsageError)
 
 
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_an_address_that_sends_every_request_elsewhere_is_said(status: int, proxy: Proxy, bucket: str) -> None:
+    proxy.refusal, proxy.refusals = (status, str(status), "made up"), -1
+    error = failure(lambda: Storage().check_bucket(f"s3://{bucket}"))
+    assert "sends every request elsewhere; give the store's own address as --endpoint-url" in str(error)
+
+
 @pytest.mark.parametrize("way", ["environment", "option"])
 def test_a_store_without_the_newer_checksums_is_named_and_can_be_used(
     way: str, proxy: Proxy, bucket: str, monkeypatch: pytest.MonkeyPatch

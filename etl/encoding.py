@@ -19,7 +19,7 @@ import numpy.typing as npt
 from etl.engines import EngineUnsupported, Gigatoken, Ids, Reference, load_agreeing
 from etl.errors import RowError, UsageError
 from etl.masking import mask_by_ends, mask_by_offsets
-from etl.positions import Places, byte_places
+from etl.positions import BytePlaces, byte_places
 from etl.records import Encoded, Rendered, Span, TokenizerSpec
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class Encoder:
         return Encoded(flat, mask, splits, verified, different + wrong, failed, last, len(doubtful))
 
     def _find_doubtful(
-        self, rows: Sequence[Rendered | TokenIds], places: Sequence[Places | None], failed: Mapping[int, RowError]
+        self, rows: Sequence[Rendered | TokenIds], places: Sequence[BytePlaces | None], failed: Mapping[int, RowError]
     ) -> dict[int, str]:
         """Texts in which even the places cannot be told, by row: the engines may not agree what the text is."""
         if self._fast is None or self._lengths is None or None not in places:
@@ -181,7 +181,7 @@ class Encoder:
     def _mask(
         self,
         rows: Sequence[Rendered | TokenIds],
-        places: Sequence[Places | None],
+        places: Sequence[BytePlaces | None],
         ids: Ids,
         splits: npt.NDArray[np.int64],
         failed: Mapping[int, RowError],
@@ -222,8 +222,8 @@ class Encoder:
         small = len(ids) < _INT32_END // self._longest
         return lengths.cumsum(dtype=np.int32) if small else lengths.cumsum(dtype=np.int64)
 
-    def _places(self, rows: Sequence[Rendered | TokenIds], failed: Mapping[int, RowError]) -> list[Places | None]:
-        places: list[Places | None] = [None] * len(rows)
+    def _places(self, rows: Sequence[Rendered | TokenIds], failed: Mapping[int, RowError]) -> list[BytePlaces | None]:
+        places: list[BytePlaces | None] = [None] * len(rows)
         if self._lengths is not None:
             texts = {i: row for i, row in enumerate(rows) if isinstance(row, Rendered) and i not in failed}
             found = byte_places(list(texts.values()), self.truth.cut_out, nfc=self.truth.normalises_nfc)

@@ -29,7 +29,7 @@ _INERT, _CHANGES, _FOLLOWS, _UNKNOWN = 0, 1, 2, 3
 _SPARSE: Final = 16  # characters a special one, from which looking at these alone is the faster way
 
 
-class Places(NamedTuple):
+class BytePlaces(NamedTuple):
     """Half-open byte ranges in the normalised text of `size` bytes; a cut is a point, or the range it fell into."""
 
     size: int
@@ -37,15 +37,15 @@ class Places(NamedTuple):
     cuts: Sequence[Span]
 
 
-def byte_places(rows: Sequence[Rendered], added: AddedTokens, *, nfc: bool) -> list[Places | None]:
+def byte_places(rows: Sequence[Rendered], added: AddedTokens, *, nfc: bool) -> list[BytePlaces | None]:
     """Where each row's spans and cuts lie in UTF-8 bytes; `added` finds the tokens that are cut out unnormalised.
 
     None where that cannot be told: the text holds characters that Unicode tables do not agree on (this Python's, the
     tokenizer's), so that each may split or normalise them in another way, or an endless run of marks. No text may hold
     a lone surrogate.
     """
-    places: list[Places | None] = [
-        Places(len(row.text), row.spans, [(cut, cut) for cut in row.cuts]) if row.text.isascii() else None
+    places: list[BytePlaces | None] = [
+        BytePlaces(len(row.text), row.spans, [(cut, cut) for cut in row.cuts]) if row.text.isascii() else None
         for row in rows
     ]
     wide = [i for i, row in enumerate(rows) if places[i] is None]
@@ -98,7 +98,7 @@ class _Texts:
             for first, stop in pairwise([*edges, len(at)])
         ]
 
-    def places(self, rows: Sequence[Rendered]) -> list[Places]:
+    def places(self, rows: Sequence[Rendered]) -> list[BytePlaces]:
         """The places of the texts' rows as they stand, not normalised."""
         points = [
             start + point
@@ -115,7 +115,7 @@ class _Texts:
             local = [edge - zero for edge in edges]
             ends = 2 * len(row.spans)
             spans = list(zip(local[0:ends:2], local[1:ends:2], strict=True))
-            found.append(Places(local[-1], spans, [(cut, cut) for cut in local[ends:-1]]))
+            found.append(BytePlaces(local[-1], spans, [(cut, cut) for cut in local[ends:-1]]))
         return found
 
 
@@ -134,7 +134,7 @@ def _is_normal(text: str, special: _Special) -> bool:
     return unicodedata.is_normalized("NFC", looked_at)
 
 
-def _normalised_places(row: Rendered, special: _Special, added: AddedTokens) -> Places | None:
+def _normalised_places(row: Rendered, special: _Special, added: AddedTokens) -> BytePlaces | None:
     changes = _changes(row, special, added)
     if changes is None:
         return None
@@ -156,7 +156,7 @@ def _normalised_places(row: Rendered, special: _Special, added: AddedTokens) -> 
         return size, size
 
     spans = [(place(start)[0], place(end)[1]) for start, end in row.spans]
-    return Places(place(len(text))[1], spans, [place(cut) for cut in row.cuts])
+    return BytePlaces(place(len(text))[1], spans, [place(cut) for cut in row.cuts])
 
 
 def _changes(row: Rendered, special: _Special, added: AddedTokens) -> list[_Change] | None:

@@ -31,7 +31,7 @@ class Notes(Watcher):
 
     def say(self, text: str) -> None:
         """One line."""
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")
 
     def warn(self, text: str) -> None:
         """One line."""

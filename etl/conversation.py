@@ -89,12 +89,17 @@ def _parse(
         drafts = read_shape(pointed, config.shape, config.role_map)
         place = _Place(pointed, line, _row_id(pointed, line, clean), _kept(row, config.keep, clean), clean)
     except RowError as error:
-        return [_reject(line, error)]
+        return [_reject(line, RowError(error.reason, error.detail + _unfound(row, config.field)))]
     except RecursionError:
         return [_reject(line, _too_deep())]
     if len(drafts) == 1:
         return _candidates(drafts[0], 0, place, config, traits)
     return [item for i, draft in enumerate(drafts) for item in _candidates(draft, i, place, config, traits)]
+
+
+def _unfound(row: Row, fields: Mapping[str, str]) -> str:
+    missing = [f"{name}={path}" for name, path in fields.items() if look_up(row, path) is None]
+    return f"; nothing at --field {', '.join(missing)}" if missing else ""
 
 
 def _candidates(

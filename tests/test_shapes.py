@@ -355,8 +355,12 @@ def test_a_field_points_elsewhere() -> None:
     assert row_of(row, LLAMA3, field={"messages": "my.path"}).messages == HI_OK
 
 
-def test_a_field_that_is_not_there_is_absent() -> None:
-    assert reject_of(ROWS["messages"], field={"messages": "my.path"}).reason == "shape"
+def test_a_field_that_is_not_there_is_absent_and_said() -> None:
+    reject = reject_of(ROWS["messages"], field={"messages": "my.path"})
+    assert (reject.reason, reject.detail) == (
+        "shape",
+        "no known shape in the keys messages; nothing at --field messages=my.path",
+    )
 
 
 def test_a_field_that_no_shape_reads_is_a_usage_error() -> None:

@@ -6,6 +6,7 @@ from, the generation prompt, what ends a turn, and whether the loops tell whose 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ _MEMORY: Final = 256  # rows can bring any number of template arguments
 _CALL: Final = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
 _SAID: Final = ("zq first", "zq second", "zq third", "zq fourth")
 _THOUGHT: Final = "zq thought"
+_THINKING: Final = dict.fromkeys(REASONING_FIELDS, _THOUGHT)
 _SYSTEM: Final = {"role": "system", "content": "zq system"}
 
 
@@ -140,11 +142,14 @@ class ChatTemplate:
         return self._sandbox.hides_tags
 
     def prompt(self, arguments: Mapping[str, Any]) -> str:
-        """The generation prompt under these template arguments, thinking opener included; '' where there is none."""
+        """The generation prompt under these template arguments, thinking opener included.
+
+        Where there is none: what every reply begins with, or '' where that is blank.
+        """
         return self._prompt(arguments)[0]
 
     def header(self, arguments: Mapping[str, Any]) -> str:
-        """The role header: the generation prompt up to, not including, a thinking opener."""
+        """The role header: `prompt` up to, not including, a thinking opener."""
         return self._prompt(arguments)[1]
 
     def opens_thinking(self, arguments: Mapping[str, Any]) -> bool:
@@ -214,11 +219,33 @@ class ChatTemplate:
                 plain = self.trace(messages, None, None, arguments)
             except RowError:
                 continue
+            if asked.text == plain.text:
+                return self._find_lead(messages, arguments)
             if asked.text.startswith(plain.text):
                 return asked.text[len(plain.text) :]
             # the template ends otherwise without the prompt (Phi-3 writes its eos): take what follows the messages
             return asked.text[max((end for _, end, _ in asked.owners), default=len(asked.text)) :]
         return ""
+
+    def _find_lead(self, before: Sequence[Message], arguments: Mapping[str, Any]) -> str:
+        """What every reply begins with, for a template without a generation prompt; '' where it is blank."""
+        leads: list[str] = []
+        for said in ({"content": _SAID[1]}, {"content": "", "tool_calls": [_CALL]}, {"content": _SAID[1], **_THINKING}):
+            reply: Message = {"role": "assistant", **said}
+            try:
+                trace = self.trace([*before, *self.prepare([reply])], None, None, arguments)
+            except RowError:
+                continue
+            own = [trace.text[start:end] for start, end, owner in trace.owners if owner == len(before)]
+            leads += [own[0].partition(_SAID[1])[0]] if own else []
+        if not leads:
+            return ""
+        lead = functools.reduce(_common_prefix, leads)
+        split = [found.start() for found in self.added_tokens.finditer(leads[0]) if found.end() > len(lead)]
+        lead = lead[: min([len(lead), *split])]
+        opener = THINK_OPEN.search(lead)
+        lead = lead[: opener.start()] if opener else lead
+        return lead if lead.strip() else ""
 
     def _check_clock(self) -> None:
         for before in ([], [_SYSTEM]):

@@ -207,3 +207,26 @@ def test_a_header_for_the_next_reply_behind_the_last_one_is_not_trained() -> Non
     assert show(make_template(source), [USER, say("ok"), USER, say("yes")]).endswith(
         "<|user|>Hi<|end|><|turn|><|assistant|><|answer|>[[yes<|end|>]]<|turn|><|assistant|>"
     )
+
+
+def test_without_a_generation_prompt_what_every_reply_begins_with_is_the_role_header() -> None:
+    plain = make_template("{% for m in messages %}BODY{% endfor %}".replace("BODY", BODY))
+    assert show(plain, DIALOGUE) == RIGHT
+    channels = (  # Command A's for documents
+        "{% for m in messages %}<|turn|><|{{ m.role }}|>{% if m.role == 'assistant' %}"
+        "{% if m.thinking %}<|think_start|>{{ m.thinking }}<|think_end|>{% endif %}<|answer|>{% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}"
+    )
+    assert show(make_template(channels), [USER, say("yes", "why"), USER, say("ok")]) == (
+        "<|turn|><|user|>Hi<|end|><|turn|><|assistant|>[[<|think_start|>why<|think_end|><|answer|>yes<|end|>]]"
+        "<|turn|><|user|>Hi<|end|><|turn|><|assistant|>[[<|answer|>ok<|end|>]]"
+    )
+
+
+def test_a_blank_before_every_reply_is_no_role_header() -> None:
+    mistral = make_template(
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    assert show(mistral, [USER, say("ok")]) == "[INST] Hi [/INST][[ ok</s>]]"
+    assert any("no generation prompt" in note for note in probe(mistral))

@@ -173,7 +173,7 @@ def test_a_user_text_that_ends_in_the_templates_own_switch_costs_no_row(material
 )
 def test_a_system_text_from_which_the_template_takes_its_switch_costs_no_row(source: str) -> None:
     shown = show(make_template(source), [{"role": "system", "content": "Be brief. /no_think"}, USER, say("1")])
-    assert shown.endswith("<|system|>Be brief.</s><|user|>Hi</s>[[<|assistant|>1</s>]]")
+    assert shown.endswith("<|system|>Be brief.</s><|user|>Hi</s><|assistant|>[[1</s>]]")
 
 
 def test_a_reply_may_quote_a_text_that_the_template_asks_about(material: Path) -> None:

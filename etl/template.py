@@ -242,10 +242,8 @@ class ChatTemplate:
             return ""
         lead = functools.reduce(_common_prefix, leads)
         split = [found.start() for found in self.added_tokens.finditer(leads[0]) if found.end() > len(lead)]
-        lead = lead[: min([len(lead), *split])]
-        opener = THINK_OPEN.search(lead)
-        lead = lead[: opener.start()] if opener else lead
-        return lead if lead.strip() else ""
+        _, header = self._split_prompt(lead[: min([len(lead), *split])])
+        return header if header.strip() else ""
 
     def _check_clock(self) -> None:
         for before in ([], [_SYSTEM]):

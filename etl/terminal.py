@@ -494,13 +494,16 @@ class ProgressWatcher(Watcher):
         self.began = self.said = time.monotonic()
 
     def say(self, text: str) -> None:
-        """One line above the bar. A terminal that has gone, or a full disk under a log, does not end the run."""
-        with contextlib.suppress(OSError):
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """One line above the bar."""
+        self._print(text)
 
     def warn(self, text: str) -> None:
         """As `say`, in red."""
-        self.console.print(f"WARNING: {text}", markup=False, highlight=False, soft_wrap=True, style="bold red")
+        self._print(f"WARNING: {text}", "bold red")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        with contextlib.suppress(OSError):  # a terminal that has gone, or a full disk under a log, does not end a run
+            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, total: int, done: int) -> None:
         """Show how much there is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +32,8 @@ class Notes(Watcher):
 
     def say(self, text: str) -> None:
         """One line."""
-        sys.stderr.write(f"{text}\n")
+        with contextlib.suppress(OSError):  # a full disk under a log does not end a run
+            sys.stderr.write(f"{text}\n")
 
     def warn(self, text: str) -> None:
         """One line."""

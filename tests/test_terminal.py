@@ -20,6 +20,7 @@ import pytest
 from etl.config import RunConfig
 from etl.errors import UsageError
 from etl.terminal import COMMANDS, GROUPS, ProgressWatcher, main, parse_run, run_parser
+from etl.watcher import Notes
 from tests.jobs import QWEN36, jsonl, small_rows, upload
 from tests.servers import Proxy, start_proxy
 from tests.test_tokenizer import tiny_files, write
@@ -441,7 +442,10 @@ def test_a_log_that_takes_no_more_does_not_change_an_exit_code(monkeypatch: pyte
 def test_a_log_that_takes_no_more_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w", buffering=1) as full:  # noqa: PTH123 - as a shell's `2>` does
         monkeypatch.setattr(sys, "stderr", full)
-        ProgressWatcher().start(3, 0)
+        watcher = ProgressWatcher()
+        watcher.start(3, 0)
+        watcher.warn("only 1.0% of the tokens are trained")
+        Notes().warn("only 1.0% of the tokens are trained")
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # or it cannot be closed
 
 

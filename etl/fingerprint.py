@@ -10,7 +10,7 @@ from typing import Any, Final
 from etl.config import RunConfig
 from etl.records import TokenizerSpec
 
-PIPELINE_VERSION: Final = 6
+PIPELINE_VERSION: Final = 7
 """Raised by hand when the same input and options would give other bytes than before."""
 
 OPTIONS: Final = (

@@ -2,13 +2,16 @@
 
 orjson refuses NaN, raw control characters, lone surrogates and numbers that are no double: such lines go to the
 standard library before they are rejected, since what stands in a field that nobody uses must not cost the row. It
-rounds integers beyond 64 bits to floats: lines that gave a float and hold 19 digits in a row go there too.
+rounds integers beyond 64 bits to floats: lines that gave a float and hold 19 digits in a row go there too. Both end at
+about a thousand values within each other: what lies deeper is cut out, and missed only where it is used.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import re
+import secrets
 from typing import Any, Final
 
 import orjson
@@ -19,6 +22,10 @@ _IS_DIGIT: Final = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byt
 _MOST_DIGITS: Final = 4000
 _BLANKS: Final = " \t\r\n"
 _LOOKS: Final = 100
+_DEEPEST: Final = 500
+_BRACKETS: Final = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
+_CUT_OUT: Final = f"too deep {secrets.token_hex(16)}"
+"""Stands where a value lay too deep to be read: a string that no line can hold."""
 
 
 class LongInteger(str):
@@ -44,18 +51,38 @@ def decode(raw: bytes) -> tuple[Any, bool]:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise RowError("encoding", _not_utf8(raw, error)) from error
-    return decode_text(text), False
+    try:
+        return _decode_text(text), False
+    except RecursionError:
+        return _decode_shallow(text), False
 
 
-def decode_text(text: str) -> Any:
-    """The value that a string spells, by the patient parser alone. Raises RowError `json`, `shape` on half an array."""
+def _decode_text(text: str) -> Any:
     try:
         return _PATIENT.decode(text)
     except json.JSONDecodeError as error:
         if text.lstrip(_BLANKS).startswith("["):
             raise RowError("shape", f"a JSON array begins, not an object: {_describe(text, error)}") from error
         raise RowError("json", _describe(text, error)) from error
-    except RecursionError as error:
+
+
+def _decode_shallow(text: str) -> Any:
+    """The value with what lies too deep cut out, which `require_text` refuses where it is used."""
+    shown: list[str] = []
+    depth = done = cut = 0
+    for found in _BRACKETS.finditer(text):
+        if found[0] in "[{":
+            depth += 1
+            if depth == _DEEPEST:
+                cut = found.start()
+        elif found[0] in "]}":
+            if depth == _DEEPEST:
+                shown += (text[done:cut], f'"{_CUT_OUT}"')
+                done = found.end()
+            depth -= 1
+    try:
+        return _decode_text("".join([*shown, text[done:]]))
+    except (RowError, RecursionError) as error:
         raise RowError("json", "nested too deep to be read") from error
 
 
@@ -92,6 +119,8 @@ def require_text(value: Any, where: str) -> None:
         if isinstance(item, LongInteger) and item is not value:
             raise RowError("json", f"{where} holds a number of {len(item)} digits")
         if isinstance(item, str):
+            if item == _CUT_OUT:
+                raise RowError("json", f"{where} is nested too deep to be read")
             _require_encodable(item, where)
         elif isinstance(item, dict):
             stack.extend(item.keys())

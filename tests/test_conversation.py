@@ -264,6 +264,17 @@ def test_deep_nesting_in_used_fields_is_a_row_or_a_reject() -> None:
             assert isinstance(item, Conversation) or item.reason in {"json", "part"}
 
 
+def test_deep_nesting_in_a_field_that_nobody_uses_costs_nothing() -> None:
+    messages = json.dumps([user("Hi"), assistant("ok")])
+    raw = f'{{"messages": {messages}, "meta": {"[" * 5000}{"]" * 5000}, "id": "x"}}'.encode()
+    (item,) = parse_line(raw)
+    assert isinstance(item, Conversation)
+    assert (item.row_id, len(item.messages)) == ("x", 2)
+    (kept,) = parse_line(raw, keep="meta")
+    assert isinstance(kept, Reject)
+    assert (kept.reason, kept.detail) == ("json", "meta is nested too deep to be read")
+
+
 SCALARS = (
     st.none()
     | st.booleans()

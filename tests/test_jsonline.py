@@ -137,11 +137,21 @@ def test_a_torn_line_glued_to_the_next_says_where_the_next_begins() -> None:
     assert "a whole object begins at character 6" in error.detail
 
 
-@pytest.mark.parametrize("opener", [b"[", b'{"a":'])
-def test_deep_nesting_is_a_reject_and_no_crash(opener: bytes) -> None:
+@pytest.mark.parametrize(("opener", "closer"), [(b"[", b"]"), (b'{"a":', b"}")])
+def test_what_is_nested_too_deep_costs_only_those_who_use_it(opener: bytes, closer: bytes) -> None:
+    deep = opener * 100_000 + b"1" + closer * 100_000
+    value = value_of(b'{"a": "]\\"[[", "b": ' + deep + b', "c": [' + deep + b', 2], "d": 9223372036854775808.5}')
+    assert (value["a"], value["c"][1], value["d"]) == (']"[[', 2, 9223372036854775808.5)
+    for used in ("b", "c"):
+        with pytest.raises(RowError, match=f"json: {used} is nested too deep to be read"):
+            require_text(value[used], used)
+    require_text(value["a"], "a")
+
+
+@pytest.mark.parametrize("opener", [b"[", b'{"a":', b'{"a": "x", "b": ['])
+def test_what_is_nested_too_deep_and_never_closed_is_a_reject(opener: bytes) -> None:
     error = error_of(opener * 100_000)
-    assert error.reason == "json"
-    assert error_of(opener * 2000 + b"1" + (b"]" if opener == b"[" else b"}") * 2000).reason == "json"
+    assert (error.reason, error.detail) == ("json", "nested too deep to be read")
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))

@@ -328,7 +328,7 @@ def _read_turn(row: _Row, k: int, pieces: Pieces, marked: Marked) -> Turn:
     calls = [_find_call(row, k, i, marked, intervals) for i in range(pieces.calls)]
     present = sorted(span for span in (*spoken.values(), *calls) if span)
     header_end = _find_header(row, k, intervals, present)
-    empty = _find_empty(row, intervals, header_end)
+    empty = _find_empty(row, k, intervals, header_end, present)
     floor = max([header_end, *(span[1] for span in present), *([empty[1]] if empty else [])])
     turn = Turn(
         intervals,
@@ -403,10 +403,18 @@ def _asked_for(row: _Row, k: int) -> str:
     return tail[: opener.start()] if opener else tail
 
 
-def _find_empty(row: _Row, intervals: Sequence[Span], header_end: int) -> Span | None:
+def _find_empty(row: _Row, k: int, intervals: Sequence[Span], header_end: int, present: Sequence[Span]) -> Span | None:
+    """The empty think block at the start of the turn. Some templates write only the tag that closes it (GLM 4.7)."""
+    text = row.trace.text
     end = next((end for start, end in intervals if start <= header_end <= end), header_end)
-    found = row.template.empty_thought.match(row.trace.text, header_end, end)
-    return found.span(1) if found else None
+    found = row.template.empty_thought.match(text, header_end, end)
+    if found:
+        return found.span(1)
+    limit = min(end, present[0][0]) if present else end
+    close = THINK_CLOSE.match(text, _skip_blanks(text, header_end, limit), limit)
+    if close is None or (row.template.reasoning_field is None and close[0] in content_text(row.messages[k])):
+        return None
+    return close.start(), _skip_blanks(text, close.end(), limit)
 
 
 def _find_end(row: _Row, intervals: Sequence[Span], floor: int, broken: Sequence[int]) -> Span | None:

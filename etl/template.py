@@ -149,7 +149,7 @@ class ChatTemplate:
         return self._prompt(arguments)[0]
 
     def header(self, arguments: Mapping[str, Any]) -> str:
-        """The role header: `prompt` up to, not including, a thinking opener."""
+        """The role header: `prompt` up to, not including, a tag that opens or closes a thought."""
         return self._prompt(arguments)[1]
 
     def opens_thinking(self, arguments: Mapping[str, Any]) -> bool:
@@ -208,8 +208,8 @@ class ChatTemplate:
         return self.recall("prompt", arguments, lambda: self._split_prompt(self._find_prompt(arguments)))
 
     def _split_prompt(self, prompt: str) -> tuple[str, str]:
-        opener = THINK_OPEN.search(prompt)
-        return prompt, prompt[: opener.start()] if opener else prompt
+        tags = [found.start() for tag in (THINK_OPEN, THINK_CLOSE) if (found := tag.search(prompt))]
+        return prompt, prompt[: min(tags, default=len(prompt))]
 
     def _find_prompt(self, arguments: Mapping[str, Any]) -> str:
         for before in ([], [_SYSTEM]):

@@ -73,6 +73,34 @@ def test_an_empty_think_block_is_not_trained_unless_asked(qwen: ChatTemplate) ->
     assert turn_of(show(qwen, [USER, say("ok")], train_empty_think=True)) == f"[[{EMPTY}ok<|im_end|>]]\n"
 
 
+LONE_CLOSE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}{% endif %}</think>{{ m.content }}{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{{ '</think>' if enable_thinking is defined and not enable_thinking else '<think>' }}{% endif %}"
+)
+"""As GLM 4.7, and DeepSeek V3.1 without thinking, write a reply without a thought."""
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_a_tag_that_closes_no_thought_is_an_empty_think_block(arguments: dict[str, Any]) -> None:
+    template = make_template(LONE_CLOSE, **arguments)
+    for _ in range(2):  # with care, then by form
+        assert show(template, [USER, say("ok")]) == "<|user|>Hi<|assistant|></think>[[ok]]"
+        assert show(template, [USER, say("ok", "why")]) == "<|user|>Hi<|assistant|>[[<think>why</think>ok]]"
+    assert render_row(template, [USER, say("ok")]).counts == {"empty_think_blocks": 1}
+    shown = show(make_template(LONE_CLOSE, **arguments), [USER, say("ok")], train_empty_think=True)
+    assert shown == "<|user|>Hi<|assistant|>[[</think>ok]]"
+
+
+def test_a_closing_tag_that_the_message_wrote_itself_is_trained() -> None:
+    template = make_template(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    )
+    assert show(template, [USER, say("</think>ok")]) == "<|user|>Hi<|assistant|>[[</think>ok]]"
+
+
 def test_an_empty_think_block_that_the_message_wrote_is_not_trained_either(material: Path) -> None:
     template = load_template(material, "qwen2_5")
     assert (

@@ -40,6 +40,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 FIELDS: Final = (
     *("messages", "prompt", "completion", "response", "request", "body", "choices", "conversations", "system"),
     *("instruction", "input", "output", "text", "prompt_token_ids", "token_ids"),
+    *("reasoning_content", "reasoning", "thinking"),
     *("tools", "documents", "chat_template_kwargs", "finish_reason", "usage", "custom_id", "id", "uuid"),
 )
 """What a row is read for, and so what `--field` can point elsewhere."""

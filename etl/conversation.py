@@ -223,15 +223,16 @@ def _trained(turns: _Turns, policy: str) -> tuple[int, ...]:
 
 
 def _setting(draft: Draft, row: Row, name: str) -> Any:
-    """A field beside the messages: the row's own, else the request's."""
+    """A field beside the messages: the row's own, else the request's; none where it is a blank string."""
     value = row.get(name)
-    return draft.request.get(name) if value is None else value
+    value = draft.request.get(name) if value is None else value
+    return None if isinstance(value, str) and not value.strip() else value
 
 
 def _tools(draft: Draft, row: Row) -> list[Any] | None:
     tools = _setting(draft, row, "tools")
     if isinstance(tools, str):
-        spelled = spelled_value(tools) if tools.strip() else []
+        spelled = spelled_value(tools)
         if spelled is None and tools.strip() != "null":
             raise RowError("shape", "tools is a string that spells no JSON")
         tools = spelled

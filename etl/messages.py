@@ -24,13 +24,19 @@ from etl.records import Message
 REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 """The spellings of reasoning, in the order in which they are believed."""
 
-CUT_REASONS: Final = frozenset({"length", "max_tokens"})
-"""The values of `finish_reason` that mean: the length limit cut this text."""
+CUT_REASONS: Final = frozenset(
+    {
+        *("length", "max_tokens", "max_output_tokens", "model_length", "model_context_window_exceeded"),
+        *("abort", "aborted", "cancelled", "content_filter", "error", "insufficient_system_resource"),
+    }
+)
+"""The values of `finish_reason` that mean: the model did not end this text; a limit did, a filter, or a failure."""
 
 _OPEN: Final = "<think>"
 _CLOSE: Final = "</think>"
 _BREAKS: Final = "\r\n"
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text"})
+_UNWRITTEN: Final = ("refusal", "audio")
 _STEERING: Final = frozenset({"train", "weight", "finish_reason"})
 
 
@@ -41,7 +47,9 @@ def kind(value: Any) -> str:
 
 
 def is_cut(finish_reason: Any) -> bool:
-    """Whether a `finish_reason` says that the length limit cut the text."""
+    """Whether a `finish_reason` says that the text was cut; SGLang's is an object with a `type`."""
+    if isinstance(finish_reason, dict):
+        finish_reason = finish_reason.get("type")
     return isinstance(finish_reason, str) and finish_reason.lower() in CUT_REASONS
 
 
@@ -61,6 +69,8 @@ def normalize_message(raw: Any, where: str, role_map: Mapping[str, str]) -> Mess
     role = message["role"] = role_map.get(role, role)
     content = message.get("content", "")
     message["content"] = content if type(content) is str else joined_text(content, f"{where}.content")
+    if not message["content"] and (unwritten := [name for name in _UNWRITTEN if message.get(name)]):
+        raise RowError("part", f"{where}.{unwritten[0]} is what the message says, which no template writes")
     if role == "assistant" and ("tool_calls" in message or "function_call" in message):
         _normalize_calls(message, where)
     return message
@@ -88,7 +98,8 @@ def place_reasoning(
     content = message["content"]
     closed = False
     if reasoning:
-        message["content"] = content.lstrip(_BREAKS)
+        reasoning = _without_tags(reasoning)
+        message["content"] = _without_thought(content, reasoning).lstrip(_BREAKS)
     else:
         reasoning, message["content"], closed = _split_inline(
             content, opens_thinking, unclosed_is_reasoning=cut and "tool_calls" not in message, cut=cut
@@ -113,6 +124,20 @@ def _split_inline(
     else:
         return "", content, False
     return ("" if reasoning.isspace() else reasoning), answer.lstrip(_BREAKS), bool(close)
+
+
+def _without_tags(reasoning: str) -> str:
+    """A field's reasoning without the tags that some servers leave around it."""
+    core = reasoning.strip()
+    if core.startswith(_OPEN):
+        return core.removeprefix(_OPEN).removesuffix(_CLOSE)
+    return reasoning
+
+
+def _without_thought(content: str, reasoning: str) -> str:
+    """The answer where content repeats, in tags, the reasoning that a field holds as well."""
+    said, close, answer = content.lstrip().removeprefix(_OPEN).partition(_CLOSE)
+    return answer if close and said.strip() == reasoning.strip() else content
 
 
 def _pop_reasoning(message: Message, where: str) -> str:
@@ -140,8 +165,8 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _normalize_calls(message: Message, where: str) -> None:
-    calls = message.pop("tool_calls", None)
-    legacy = message.pop("function_call", None)
+    calls = _unless_blank(message.pop("tool_calls", None))
+    legacy = _unless_blank(message.pop("function_call", None))
     if isinstance(calls, str):
         calls = spelled_value(calls)
         if not isinstance(calls, list):
@@ -167,6 +192,11 @@ def normalize_call(raw: Any, where: str) -> dict[str, Any]:
     call.setdefault("type", "function")
     call["function"] = {**function, "arguments": _arguments(function.get("arguments"))}
     return call
+
+
+def _unless_blank(value: Any) -> Any:
+    """None where a column of strings has nothing to say: a blank, or `null` as text."""
+    return None if isinstance(value, str) and value.strip() in ("", "null") else value
 
 
 def _arguments(value: Any) -> Any:

@@ -376,19 +376,27 @@ def _judge(rows: Sequence[_Row], encoded: Encoded, config: RunConfig) -> tuple[p
     trained = loss_tokens(encoded)
     keep = fits & (trained >= config.min_loss_tokens)
     keep[list(encoded.failed)] = False
-    rejects = [_reject(rows[i], *_why(i, encoded, lengths, trained, config)) for i in np.flatnonzero(~keep).tolist()]
+    unfit = [(i, rows[i]) for i in np.flatnonzero(~keep).tolist()]
+    rejects = [_reject(row, *_why(row, i, encoded, lengths, trained, config)) for i, row in unfit]
     kept = [row.conversation for row, good in zip(rows, keep, strict=True) if good]
     return build_table(kept, select(encoded, keep), config.keep_fields), rejects
 
 
 def _why(
-    i: int, encoded: Encoded, lengths: npt.NDArray[np.int64], trained: npt.NDArray[np.int32], config: RunConfig
+    row: _Row,
+    i: int,
+    encoded: Encoded,
+    lengths: npt.NDArray[np.int64],
+    trained: npt.NDArray[np.int32],
+    config: RunConfig,
 ) -> tuple[str, str]:
     if i in encoded.failed:
         return encoded.failed[i].reason, encoded.failed[i].detail
     if config.max_length is not None and lengths[i] > config.max_length:
         return "over_length", f"{lengths[i]} tokens, --max-length {config.max_length}"
-    return "no_loss_tokens", f"{trained[i]} trained tokens, --min-loss-tokens {config.min_loss_tokens}"
+    messages = row.conversation.messages
+    mute = "; no message of role assistant" if messages and all(m["role"] != "assistant" for m in messages) else ""
+    return "no_loss_tokens", f"{trained[i]} trained tokens, --min-loss-tokens {config.min_loss_tokens}{mute}"
 
 
 def _reject(row: _Row, reason: str, detail: str) -> Reject:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -141,34 +141,49 @@ def _open(conversation: Conversation, template: ChatTemplate, config: RunConfig)
 def _trace(
     conversation: Conversation, template: ChatTemplate, arguments: Mapping[str, Any]
 ) -> tuple[list[Message], Trace]:
-    """Render; where the template raises on tool arguments as objects, once more with their JSON text."""
+    """Render; where the template raises on tool arguments as they are, once more with them spelled otherwise."""
     messages = template.prepare(conversation.messages)
     tools, documents = conversation.tools, conversation.documents
     try:
         return messages, template.trace(messages, tools, documents, arguments)
-    except RowError as first:
-        spelled = [_spell_arguments(message) for message in messages]
-        if all(new is old for new, old in zip(spelled, messages, strict=True)):
-            raise
-        try:
-            return spelled, template.trace(spelled, tools, documents, arguments)
-        except RowError:
-            raise first from None
+    except RowError:
+        for spell in (_empty_arguments, _text_arguments):
+            spelled = [_respell(message, spell) for message in messages]
+            if all(new is old for new, old in zip(spelled, messages, strict=True)):
+                continue
+            try:
+                return spelled, template.trace(spelled, tools, documents, arguments)
+            except RowError:
+                continue
+        raise
 
 
-def _spell_arguments(message: Message) -> Message:
-    """The message with its tool arguments as JSON text; the same object where there is nothing to spell."""
+def _empty_arguments(arguments: Any) -> Any:
+    """No arguments where their text is blank, as some servers write it."""
+    return {} if isinstance(arguments, str) and not arguments.strip() else arguments
+
+
+def _text_arguments(arguments: Any) -> Any:
+    """The JSON text of arguments that are an object."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+
+def _respell(message: Message, spell: Callable[[Any], Any]) -> Message:
+    """The message with other tool arguments; the same object where there is nothing to spell."""
     calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not any(isinstance(function_of(call).get("arguments"), dict) for call in calls):
+    if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_spell_call(call) for call in calls]}
+    spelled = [_respell_call(call, spell) for call in calls]
+    same = all(new is old for new, old in zip(spelled, calls, strict=True))
+    return message if same else {**message, "tool_calls": spelled}
 
 
-def _spell_call(call: Any) -> Any:
+def _respell_call(call: Any, spell: Callable[[Any], Any]) -> Any:
     function = function_of(call)
-    if not isinstance(function.get("arguments"), dict):
+    arguments = function.get("arguments")
+    if (other := spell(arguments)) is arguments:
         return call
-    spelled = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    spelled = {**function, "arguments": other}
     return {**call, "function": spelled} if "function" in call else spelled
 
 

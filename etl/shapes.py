@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from etl.errors import RowError
-from etl.jsonline import spelled_value
-from etl.messages import kind
+from etl.jsonline import compact, spelled_value
+from etl.messages import REASONING_FIELDS, kind
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -27,13 +27,15 @@ _ALIASES: Final = {
     "function_response": "tool",
     "tool_response": "tool",
 }
+_SYSTEMS: Final = ("system", "developer")
 _IDS_END: Final = 2**31
+_SAID: Final = 200
 
 
 class Draft(NamedTuple):
     """One candidate row as its shape holds it.
 
-    `request` holds `tools` and template arguments where the row itself does not. `messages` as the row spells them;
+    `request` holds `tools` and template arguments, the row's own first. `messages` as the row spells them;
     the first `context` of them stand inside `prompt` and are never trained. `finish_reason` as given for the last
     reply, `completion_tokens` as recorded for it.
     """
@@ -53,6 +55,8 @@ def read_shape(row: Row, shape: str, role_map: Mapping[str, str]) -> list[Draft 
 
     `shape` is `auto`, or the one shape to read the row as.
     """
+    if row.get("error") and any(name in row and row[name] is None for name in ("response", "choices")):
+        raise RowError("shape", f"the request failed: {_brief(row['error'])}")  # nothing answers its messages
     if shape != "auto":
         return SHAPES[shape][1](row, role_map)
     for matches, read in SHAPES.values():
@@ -139,11 +143,16 @@ def _read_answers(shape: str, row: Row, body: Row) -> list[Draft | RowError]:
     if not isinstance(choices, list) or not choices:
         raise RowError("shape", f"choices is {'empty' if choices == [] else kind(choices)}: nothing was generated")
     request, messages, context = _request(row)
+    answers = [_answer(choice) for choice in choices]
+    if any(answer and _is_same_reply(messages[-1], answer) for answer in answers):
+        messages = messages[:-1]  # the program that asked had added it to what it would ask next
     drafts: list[Draft | RowError] = []
-    for i, choice in enumerate(choices):
-        answer = _answer(choice)
+    for i, (choice, answer) in enumerate(zip(choices, answers, strict=True)):
         if answer is None:
             drafts.append(RowError("shape", f"choices[{i}] holds no message"))
+            continue
+        if choice.get("error"):
+            drafts.append(RowError("shape", f"choices[{i}] failed: {_brief(choice['error'])}"))
             continue
         reason = choice.get("finish_reason")
         drafts.append(
@@ -164,21 +173,42 @@ def _answer(choice: Any) -> dict[str, Any] | None:
         return None
     message = choice.get("message")
     if isinstance(message, dict):
-        return {**message, "role": "assistant"} if message.get("role") is None else dict(message)
+        beside = {} if _reasoning(message) else _reasoning(choice)
+        given = {key: value for key, value in message.items() if value is not None}
+        return {"role": "assistant", **beside, **given}
     text = choice.get("text")
-    return {"role": "assistant", "content": text} if isinstance(text, str) else None
+    return _reply(text, choice) if isinstance(text, str) else None
+
+
+def _is_same_reply(message: Any, answer: Mapping[str, Any]) -> bool:
+    said = ("role", "content", "tool_calls")
+    spoken = answer.get("content") or answer.get("tool_calls")
+    return bool(spoken) and isinstance(message, dict) and all(message.get(key) == answer.get(key) for key in said)
+
+
+def _reply(text: str, holder: Row) -> dict[str, Any]:
+    """An assistant message of plain text, with the reasoning that stands beside it."""
+    return {"role": "assistant", "content": text, **_reasoning(holder)}
+
+
+def _reasoning(holder: Row) -> dict[str, str]:
+    found = {name: holder.get(name) for name in REASONING_FIELDS}
+    return {name: value for name, value in found.items() if isinstance(value, str)}
 
 
 def _request(row: Row) -> tuple[Row, list[Any], int]:
-    """Where the request's fields are, its messages, and how many of those are context."""
+    """The request's fields, its messages, and how many of those are context."""
     request, body = row.get("request"), row.get("body")
     nested = request.get("body") if isinstance(request, dict) else None
-    for holder in (row, request, body, nested):
-        if isinstance(holder, dict) and isinstance(holder.get("messages"), list) and holder["messages"]:
-            return holder, holder["messages"], 0
+    holders = [holder for holder in (row, request, body, nested) if isinstance(holder, dict)]
+    fields = {key: value for holder in reversed(holders) for key, value in holder.items() if value is not None}
+    for holder in holders:
+        if isinstance(holder.get("messages"), list) and holder["messages"]:
+            return fields, [*_system(fields, holder["messages"]), *holder["messages"]], 0
     if isinstance(row.get("prompt"), str | list):
-        messages = _as_messages(row["prompt"], "user", "prompt")
-        return row, messages, len(messages)
+        asked = _as_messages(row["prompt"], "user", "prompt")
+        messages = [*_system(row, asked), *asked]
+        return fields, messages, len(messages)
     raise RowError("shape", "choices without the messages that they answer (messages, request.messages, body.messages)")
 
 
@@ -195,9 +225,10 @@ def _is_prompt(row: Row) -> bool:
 
 
 def _read_prompt(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
-    prompt = _as_messages(row.get("prompt"), "user", "prompt")
+    asked = _as_messages(row.get("prompt"), "user", "prompt")
+    prompt = [*_system(row, asked), *asked]
     name, answer = _completion(row)
-    completion = _as_messages(answer, "assistant", name)
+    completion = [_reply(answer, row)] if isinstance(answer, str) else _as_messages(answer, "assistant", name)
     return [_whole("prompt", row, [*prompt, *completion], len(prompt))]
 
 
@@ -217,7 +248,11 @@ def _is_messages(row: Row) -> bool:
 
 
 def _read_messages(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
-    return [_whole("messages", row, _full_list(row, "messages"))]
+    messages = _full_list(row, "messages")
+    answer = _completion(row)[1]
+    answered = isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+    reply = [_reply(answer, row)] if isinstance(answer, str) and answer.strip() and not answered else []
+    return [_whole("messages", row, [*_system(row, messages), *messages, *reply])]
 
 
 def _is_conversations(row: Row) -> bool:
@@ -226,7 +261,7 @@ def _is_conversations(row: Row) -> bool:
 
 def _read_conversations(row: Row, role_map: Mapping[str, str]) -> list[Draft | RowError]:
     turns = [_from_value(turn, role_map) for turn in _full_list(row, "conversations")]
-    return [_whole("conversations", row, [*_system(row), *turns])]
+    return [_whole("conversations", row, [*_system(row, turns), *turns])]
 
 
 def _from_value(turn: Any, role_map: Mapping[str, str]) -> Any:
@@ -260,7 +295,7 @@ def _read_alpaca(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowErro
     given = row.get("input")
     more = f"\n\n{given}" if isinstance(given, str) and given.strip() else ""
     user = {"role": "user", "content": row["instruction"] + more}
-    return [_whole("alpaca", row, [*_system(row), user, {"role": "assistant", "content": row["output"]}])]
+    return [_whole("alpaca", row, [*_system(row, []), user, _reply(row["output"], row)])]
 
 
 def _is_text(row: Row) -> bool:
@@ -270,7 +305,7 @@ def _is_text(row: Row) -> bool:
 def _read_text(row: Row, _role_map: Mapping[str, str]) -> list[Draft | RowError]:
     if not _is_text(row):
         raise RowError("shape", f"text is {kind(row.get('text'))}, not a string")
-    return [Draft("text", row, [], text=row["text"])]
+    return [Draft("text", row, [], finish_reason=row.get("finish_reason"), text=row["text"])]
 
 
 SHAPES: Final[
@@ -299,9 +334,13 @@ def _full_list(row: Row, name: str) -> list[Any]:
     return value
 
 
-def _system(row: Row) -> list[Any]:
+def _system(row: Row, messages: list[Any]) -> list[Any]:
+    """The system message that a row holds beside messages which begin with none."""
     system = row.get("system")
-    return [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    parts = isinstance(system, list) and all(isinstance(part, dict) and part.get("text") for part in system)
+    said = system if parts or (isinstance(system, str) and system.strip()) else None
+    begun = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") in _SYSTEMS
+    return [{"role": "system", "content": said}] if said and not begun else []
 
 
 def _usage(row: Row, ids_holder: Row) -> int | None:
@@ -311,6 +350,10 @@ def _usage(row: Row, ids_holder: Row) -> int | None:
         return recorded
     ids = ids_holder.get("token_ids")
     return len(ids) if isinstance(ids, list) else None
+
+
+def _brief(error: Any) -> str:
+    return (error if isinstance(error, str) else compact(error))[:_SAID]
 
 
 def _unknown(row: Row) -> str:

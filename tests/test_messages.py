@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from etl.config import RunConfig
 from etl.conversation import parse_row
+from etl.messages import is_cut
 from etl.records import TemplateTraits
 from tests.parsing import (
     DEEPSEEK_R1,
@@ -389,3 +390,59 @@ def test_both_spellings_of_arguments_render_alike_and_unescaped(name: str, mater
     (text,) = texts
     assert "Málaga" in text
     assert "\\" not in text
+
+
+# --- what servers and columns of strings leave behind
+
+
+@pytest.mark.parametrize("reason", ["length", "max_tokens", "MAX_TOKENS", "max_output_tokens", "model_length"])
+def test_a_limit_that_ended_the_text_cut_it(reason: str) -> None:
+    assert is_cut(reason)
+    assert is_cut({"type": reason, "length": 8})  # as SGLang writes it
+
+
+@pytest.mark.parametrize("reason", ["abort", "content_filter", "error", "insufficient_system_resource"])
+def test_what_the_model_did_not_end_itself_is_cut(reason: str) -> None:
+    assert is_cut(reason)
+
+
+@pytest.mark.parametrize(
+    "reason", ["stop", "tool_calls", "eos", "end_turn", "", None, 7, {"type": "stop"}, {}, ["length"]]
+)
+def test_any_other_finish_reason_cuts_nothing(reason: Any) -> None:
+    assert not is_cut(reason)
+
+
+@pytest.mark.parametrize("name", ["refusal", "audio"])
+def test_a_message_that_says_what_no_template_writes_is_rejected(name: str) -> None:
+    message = {"role": "assistant", "content": None, name: "I cannot."}
+    reject = reject_of({"messages": [user(), message]})
+    assert (reject.reason, reject.detail.split(" is ")[0]) == ("part", f"messages[1].{name}")
+    assert row_of({"messages": [user(), {**message, "content": "No."}]}).trained == (1,)
+    assert row_of({"messages": [user(), {**message, "content": "No.", name: None}]}).trained == (1,)
+
+
+@pytest.mark.parametrize(
+    "content", ["ok", "<think>\nwhy\n</think>\n\nok", "why\n</think>\n\nok", "\n<think>why</think>ok"]
+)
+@pytest.mark.parametrize("field", ["why", "<think>\nwhy\n</think>", "<think>why"])
+def test_a_thought_that_is_handed_over_twice_is_thought_once(content: str, field: str) -> None:
+    found = row_of({"messages": [user(), assistant(content) | {"reasoning_content": field}]}).messages[1]
+    assert (found["reasoning_content"], found["content"]) == ("why", "ok")
+
+
+@pytest.mark.parametrize("content", ["<think>other</think>ok", "</think>ok", "use </think> so", "<think>why"])
+def test_tags_that_repeat_no_thought_stay_in_the_answer(content: str) -> None:
+    found = row_of({"messages": [user(), assistant(content) | {"reasoning_content": "why"}]}).messages[1]
+    assert (found["reasoning_content"], found["content"]) == ("why", content)
+
+
+@pytest.mark.parametrize("blank", ["", " ", "null"])
+def test_a_column_of_strings_without_calls_has_none(blank: str) -> None:
+    message = assistant("ok") | {"tool_calls": blank, "function_call": blank}
+    found = row_of({"messages": [user(), message], "tools": blank, "documents": blank})
+    assert ("tool_calls" in found.messages[1], found.tools) == (False, None)
+
+
+def test_blank_template_arguments_are_none() -> None:
+    assert row_of({"messages": [user(), assistant()], "chat_template_kwargs": ""}).template_kwargs == {}

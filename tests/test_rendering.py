@@ -506,6 +506,18 @@ def test_a_template_that_wants_json_text_gets_the_arguments_so(material: Path) -
     )
 
 
+@pytest.mark.parametrize("name", ["qwen3_6", "glm4moe", "qwen3", "llama3_1"])
+@pytest.mark.parametrize("blank", ["", " "])
+def test_arguments_that_are_blank_are_none_where_the_template_wants_an_object(
+    material: Path, name: str, blank: str
+) -> None:
+    template = load_template(material, name)
+    shown = show(template, [USER, say("", tool_calls=[call("f", blank)])])
+    assert "[[" in shown
+    if name in ("qwen3_6", "glm4moe"):  # which go through the arguments one by one
+        assert shown == show(template, [USER, say("", tool_calls=[call("f", {})])])
+
+
 def test_the_first_error_is_told_where_neither_spelling_of_arguments_works() -> None:
     template = make_template(
         "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{{ raise_exception('no') }}{% endif %}{% endfor %}"

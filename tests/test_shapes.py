@@ -382,3 +382,110 @@ def test_a_field_that_no_shape_reads_is_a_usage_error() -> None:
 )
 def test_a_path_goes_through_objects_and_lists_and_a_whole_key_comes_first(path: str, found: Any) -> None:
     assert look_up({"a": {"b": [{"c": 1}]}, "x.y": 2, "x": {"y": 3}}, path) == found
+
+
+# --- what stands beside the messages
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Hi", "response": "ok"},
+        {"prompt": [user("Hi")], "completion": "ok"},
+        {"instruction": "Hi", "output": "ok"},
+        {"messages": [user("Hi")], "response": "ok"},
+    ],
+)
+def test_reasoning_beside_a_plain_answer_is_the_answers(row: dict[str, Any], name: str) -> None:
+    conversation = row_of({**row, name: "because"})
+    assert conversation.messages[-1] == assistant("ok") | {"reasoning_content": "because"}
+    assert row_of({**row, name: {"effort": "high"}}).messages[-1]["reasoning_content"] == ""  # a request's, no text
+
+
+def test_reasoning_beside_a_choices_answer_is_that_answers() -> None:
+    choices = [
+        {"text": "a", "reasoning": "why a"},
+        {"message": assistant("b"), "reasoning_content": "why b"},
+        {"message": assistant("c") | {"reasoning": "why c"}, "reasoning_content": "not this"},
+    ]
+    found = [row.messages[-1] for row in rows_of({"messages": [user()], "choices": choices})]
+    assert [message["reasoning_content"] for message in found] == ["why a", "why b", "why c"]
+
+
+def test_reasoning_elsewhere_is_pointed_to() -> None:
+    row = {"prompt": "Hi", "completion": "ok", "out": {"cot": "because"}}
+    found = row_of(row, field={"reasoning_content": "out.cot"})
+    assert found.messages[-1]["reasoning_content"] == "because"
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("shape", ["batch", "choices", "prompt", "messages", "conversations", "alpaca"])
+@pytest.mark.parametrize("system", ["Be brief.", [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]])
+def test_a_system_text_beside_the_messages_opens_the_conversation(shape: str, system: Any) -> None:
+    conversation = row_of({**ROWS[shape], "system": system}, LLAMA3)
+    assert conversation.messages == (SYSTEM, *HI_OK)
+    assert conversation.trained == (2,)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_messages_that_begin_with_a_system_text_of_their_own_keep_it(role: str) -> None:
+    messages = [{"role": role, "content": "Own."}, *HI_OK]
+    assert row_of({"messages": messages, "system": "Other."}, LLAMA3).messages == tuple(messages)
+
+
+@pytest.mark.parametrize("system", ["", "  ", None, 7, {"os": "linux"}, [], ["linux"]])
+def test_a_field_named_system_that_is_no_text_is_unused(system: Any) -> None:
+    assert row_of({"messages": list(HI_OK), "system": system}, LLAMA3).messages == HI_OK
+
+
+@pytest.mark.parametrize("failed", [{"response": None}, {"choices": None}])
+def test_a_failed_request_does_not_train_the_history_that_it_was_asked_with(failed: dict[str, Any]) -> None:
+    row = {"messages": [user(), assistant(), user()], "error": {"code": "batch_expired"}, **failed}
+    reject = reject_of(row)
+    assert (reject.reason, reject.detail) == ("shape", 'the request failed: {"code":"batch_expired"}')
+    assert row_of({**row, "error": None}).trained == (1,)
+
+
+def test_a_choice_that_failed_is_rejected_alone() -> None:
+    broken = {"message": assistant("") | {"reasoning": "half"}, "error": {"code": 502}, "finish_reason": "error"}
+    good, bad = parse_all({"messages": [user()], "choices": [*CHOICES, broken]})
+    assert isinstance(good, Conversation)
+    assert isinstance(bad, Reject)
+    assert (bad.reason, bad.detail, bad.choice) == ("shape", 'choices[1] failed: {"code":502}', 1)
+
+
+@pytest.mark.parametrize("name", ["completion", "response"])
+def test_a_text_beside_messages_that_await_a_reply_is_the_reply(name: str) -> None:
+    conversation = row_of({"messages": [user("Hi")], name: "ok", "finish_reason": "length"}, LLAMA3)
+    assert (conversation.shape, conversation.messages, conversation.cut) == ("messages", HI_OK, frozenset({1}))
+    assert row_of({"messages": list(HI_OK), name: "more"}, LLAMA3).messages == HI_OK
+
+
+def test_a_reply_that_the_request_already_holds_is_not_said_twice() -> None:
+    choices = [*CHOICES, {"message": assistant("other")}]
+    first, second = rows_of({"messages": list(HI_OK), "choices": choices}, LLAMA3)
+    assert first.messages == HI_OK
+    assert second.messages == (user("Hi"), assistant("other"))
+    earlier = row_of({"messages": [*HI_OK, user("More")], "choices": CHOICES}, LLAMA3)
+    assert earlier.messages == (*HI_OK, user("More"), assistant("ok"))
+
+
+def test_the_requests_settings_are_found_wherever_its_messages_are() -> None:
+    body = {"messages": [user()], "tools": [CALL], "chat_template_kwargs": {"enable_thinking": False}}
+    answer = {"response": {"body": {"choices": CHOICES}}}
+    for row, field in (
+        ({"body": body, **answer}, {}),
+        ({"body": body, **answer}, {"messages": "body.messages"}),
+        ({"messages": [user()], "request": {"body": {**body, "messages": None}}, **answer}, {}),
+    ):
+        found = row_of(row, field=field)
+        assert (found.tools, found.template_kwargs) == ([CALL], {"enable_thinking": False})
+
+
+def test_a_cut_text_is_counted_and_can_be_rejected() -> None:
+    row = {"text": "abc", "finish_reason": "length"}
+    assert row_of(row).counts == {"truncated_rows": 1}
+    assert reject_of(row, truncated_completions="reject").reason == "truncated"

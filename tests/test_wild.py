@@ -109,6 +109,9 @@ def _spell(draw: random.Random, row: Row) -> bytes:
     return json.dumps(row, ensure_ascii=draw.random() < 0.5).encode()
 
 
+_DEEP: Final = b"[" * 5000 + b"]" * 5000
+
+
 def _plain(draw: random.Random) -> Wild:
     row, rows = _good(draw)
     return Wild(_spell(draw, row), rows)
@@ -121,7 +124,7 @@ def _dressed(draw: random.Random) -> Wild:
     unused = draw.choice(
         [
             *(b'"score": NaN', b'"n": -Infinity', b'"n": 123456789012345678901234567890', b'"n": ' + b"9" * 5000),
-            *(b'"x": 1e999', b'"s": "\\ud83d"', b'"s": "a\tb\x01"', b'"d": ' + b"[" * 300 + b"]" * 300, b'"id": null'),
+            *(b'"x": 1e999', b'"s": "\\ud83d"', b'"s": "a\tb\x01"', b'"d": ' + _DEEP, b'"id": null'),
             *(b'"s": "\xe2\x80\xa8\xc2\x85"', b'"s": "a\\u0000b"', b'"k": 1, "k": 2', b'"": {"": []}'),
         ]
     )
@@ -170,12 +173,14 @@ def _not_utf8(draw: random.Random) -> Wild:
 
 
 def _of_no_use(draw: random.Random) -> Wild:
-    deep = b"[" * 5000 + b"]" * 5000
     user = b'{"role": "user", "content": "x"}'
     return draw.choice(
         [
-            *(rejected(raw, "shape") for raw in (b"null", b"7", b'"x"', b"true", b"{}", b'{"messages": []}')),
-            *(rejected(raw, "json") for raw in (b"nul", b"{'a': 1}", b"\x0b", b",", b"}", b'{"x": ' + deep + b"}")),
+            *(
+                rejected(raw, "shape")
+                for raw in (b"null", b"7", b'"x"', b"true", b'{"x": ' + _DEEP + b"}", b'{"messages": []}')
+            ),
+            *(rejected(raw, "json") for raw in (b"nul", b"{'a': 1}", b"\x0b", b",", b"}", b'{"x": ' + _DEEP)),
             rejected(b'{"messages": [null, ' + user + b"]}", "shape"),
             rejected(b'{"messages": [{"content": "x"}]}', "shape"),
             rejected(b'{"messages": [' + user + b', {"role": "assistant", "content": 7}]}', "shape"),

@@ -15,6 +15,7 @@ import hashlib
 import linecache
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -59,11 +60,13 @@ from distributed.versions import get_versions
 from etl import ledger
 from etl.config import RunConfig
 from etl.errors import EtlError, UsageError
+from etl.lease import require_held
 from etl.lines import Batch
 from etl.pages import check_place
 from etl.pipeline import Gate, KeptKit, Kit, Outcome, PackedKit, transform, tune_worker
 from etl.records import Partition, TokenizerSpec
 from etl.schema import empty_frame, output_schema
+from etl.storage import canonical_url
 
 T = TypeVar("T")
 
@@ -234,6 +237,17 @@ _HERE: Final[dict[str, Callable[[], Kit]]] = {}
 """Kits of this process, for frames that are computed without a cluster; built at first use."""
 
 
+def kit_name(fingerprint: str, run_id: str) -> str:
+    """The name of a run's kit, which tells its workers whose they are."""
+    return f"etl-{fingerprint[:12]}-{run_id}"
+
+
+def _run_of(name: str) -> str | None:
+    """The run whose kit has this name; None of a kit that no run has sent."""
+    found = re.fullmatch(r"etl-[0-9a-f]{12}-(\d{8}T\d{6}Z-[0-9a-f]+)", name)
+    return found[1] if found else None
+
+
 def _kit(name: str) -> Kit:
     try:
         plugin = get_worker().plugins.get(name)
@@ -319,6 +333,10 @@ class PartEngine(ArrowDatasetEngine):
                 secede()
                 schema = output_schema(source.kit.config.keep_fields)
                 part = ledger.make_part(pa.Table.from_pandas(df, schema=schema, preserve_index=False), clock)
+            if (run_id := _run_of(source.kit_name)) is not None:
+                # a worker may have been stopped for so long that another run holds the output
+                places = ledger.Places(canonical_url(source.task.output))
+                require_held(source.kit.storage, places.lease, run_id)
             return ledger.write_partition(source.kit.storage, source.task, carried.outcome, part, clock)
 
 

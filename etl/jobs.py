@@ -7,14 +7,14 @@ import dataclasses
 import datetime
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from etl import cluster, ledger
 from etl.config import RunConfig
-from etl.errors import EtlError, ObjectChanged, StorageError, UsageError
+from etl.errors import EtlError, LeaseLost, ObjectChanged, StorageError, UsageError
 from etl.lease import Lease, hold
 from etl.pages import html_table
 from etl.partitions import COMPRESSED_NAME, cut_partitions
@@ -167,9 +167,10 @@ def _hold_and_run(seen: Survey, watcher: Watcher, warm: Path | None, started: fl
         # Another run may have worked here between the look and the lease.
         books = Books(_look_again(seen))
         with books.ending():
+            lease.confirm()
             books.open()
             _run_partitions(books, watcher, lease, run_id, warm)
-        result = books.close()
+        result = books.close(lease.confirm)
         if lease.lost is None:
             with books.ending():
                 model = {"tokenizer": seen.spec.name, "revision": seen.spec.revision}
@@ -197,7 +198,7 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str, w
         return
     # Each worker takes its share of --read-concurrency and of the memory: it must know among how many.
     known = config if config.scheduler else cluster.with_shares(config)
-    kit = PackedKit.pack(f"etl-{seen.plan.fingerprint[:12]}-{run_id}", seen.spec, known)
+    kit = PackedKit.pack(cluster.kit_name(seen.plan.fingerprint, run_id), seen.spec, known)
     with cluster.connect(config, kit, warm) as client:
         books.dashboard = None if config.no_dashboard else client.dashboard_link
         watcher.say(f"dashboard: {books.dashboard or 'off'}")
@@ -206,6 +207,8 @@ def _run_partitions(books: Books, watcher: Watcher, lease: Lease, run_id: str, w
         cluster.ship(client, kit, warm)
         said: set[str] = set()
         for partition, receipt in cluster.run_partitions(client, todo, kit.name, config):
+            if isinstance(receipt, LeaseLost):
+                lease.confirm()
             lease.check()
             if isinstance(receipt, Exception):
                 books.fail(partition, receipt)
@@ -288,19 +291,24 @@ class Books:
         except EtlError as error:
             self.stop(1, str(error))
 
-    def close(self) -> RunResult:
-        """Judge the run; write SUCCESS if all is done and within the limits."""
+    def close(self, confirm: Callable[[], None]) -> RunResult:
+        """Judge the run; write SUCCESS if all is done and within the limits.
+
+        `confirm` raises where the output is no more this run's.
+        """
         if not self.stopped:
             with self.ending():
-                self._write_verdict()
+                self._write_verdict(confirm)
         return self.total()
 
-    def _write_verdict(self) -> None:
+    def _write_verdict(self, confirm: Callable[[], None]) -> None:
         storage, plan, result = self.seen.storage, self.seen.plan, self.total()
         if result.error:
             self.stop(result.exit_code, result.error)
         # also of a run that ends with 1: its rejects are what is looked at next
+        confirm()
         ledger.number_rejects(storage, self.places, plan, self.receipts)
+        confirm()
         if result.exit_code:
             storage.delete([self.places.success])  # left by a run whose limits were others
         else:

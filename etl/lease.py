@@ -39,6 +39,7 @@ class Lease:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._owner = _owner(run_id)
+        self._renewing = threading.Lock()
         self.conditional = True
         self.lost: str | None = None
         self._refused: str | None = None
@@ -110,27 +111,30 @@ class Lease:
     def _write(self, *, if_match: str | None = None, if_none_match: bool = False) -> None:
         body = json.dumps({**self._owner, "renewals": self._renewals}, sort_keys=True).encode()
         if not self.conditional:
+            if self._etag:
+                require_held(self._storage, self._url, self._owner["run"])
             if_match, if_none_match = None, False
         try:
             self._etag = self._storage.put(self._url, body, if_match=if_match, if_none_match=if_none_match)
         except WriteConflict as error:
             found = self._storage.get_with_stat(self._url)
             if found is None or not self._is_ours(found[0]):
-                holder = _describe(_decode(found[0] if found else b""), self._url)
-                raise LeaseLost(f"{holder} has taken this output over") from error
+                raise _lost(found[0] if found else None) from error
             # an earlier write of ours was stored, but its reply was lost
             self._etag = self._storage.put(self._url, body, if_match=found[1].etag)
 
     def _keep(self) -> None:
-        while not self._done.wait(self._renew_seconds):
+        while self.lost is None and not self._done.wait(self._renew_seconds):
+            with contextlib.suppress(StorageError):  # away for a moment: the next renewal comes in time
+                self._renew()
+
+    def _renew(self) -> None:
+        with self._renewing:
             self._renewals += 1
             try:
                 self._write(if_match=self._etag)
             except LeaseLost as error:
-                self.lost = str(error)
-                return
-            except StorageError:
-                continue  # a store that is away for a moment: the next renewal comes in time
+                self.lost = self.lost or str(error)
 
     def _remove(self) -> None:
         try:
@@ -143,8 +147,13 @@ class Lease:
     def _is_ours(self, body: bytes) -> bool:
         return bool(_decode(body).get("run") == self._owner["run"])
 
+    def confirm(self) -> None:
+        """Renew the lease now: this run may have slept. Raises LeaseLost where another has taken the output over."""
+        self._renew()
+        self.check()
+
     def check(self) -> None:
-        """Raise LeaseLost where another run has taken the output over."""
+        """Raise LeaseLost where another run is known to have taken the output over."""
         if self.lost is not None:
             raise LeaseLost(f"{self.lost}; this run stops, what it wrote stays")
 
@@ -171,6 +180,19 @@ def hold(storage: Storage, url: str, run_id: str, *, take_over: bool, say: Calla
     finally:
         if reason := lease.release():
             say(f"{url} stays behind: {reason}; it lapses after {EXPIRE_SECONDS:.0f} s")
+
+
+def require_held(storage: Storage, url: str, run_id: str) -> None:
+    """Raise LeaseLost where the lease at `url` is not the run's: a worker may have slept while another took it over."""
+    body = storage.get(url)
+    if body is None or _decode(body).get("run") != run_id:
+        raise _lost(body)
+
+
+def _lost(body: bytes | None) -> LeaseLost:
+    if body is None:
+        return LeaseLost("another run has taken this output over, and has ended")
+    return LeaseLost(f"{_describe(_decode(body), 'the lease')} has taken this output over")
 
 
 def _owner(run_id: str) -> dict[str, Any]:

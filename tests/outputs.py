@@ -54,7 +54,7 @@ def go_on(folder: Path, *, partitions: int | None = None, **options: Any) -> Pat
         part = ledger.make_part(outcome.table, clock)
         books.enter(partition, ledger.write_partition(kit.storage, task, outcome, part, clock))
     if partitions is None:
-        ledger.write_run(seen.storage, seen.places, jobs.new_run_id(), books.close().as_dict())
+        ledger.write_run(seen.storage, seen.places, jobs.new_run_id(), books.close(lambda: None).as_dict())
     return output
 
 

@@ -320,6 +320,29 @@ def test_a_refused_write_at_the_end_does_not_hide_why_the_run_failed(
     assert "1 of 10 candidates were rejected" in str(result.error)
 
 
+@pytest.mark.parametrize("receipts", [1, 6])
+def test_a_robbed_run_ends_with_1_and_writes_no_more_of_parts_or_success(
+    s3: Any, bucket: str, scheduler: str, receipts: int
+) -> None:
+    class Robber(Watcher):
+        seen = 0
+
+        def advance(self, receipt: Any) -> None:
+            del receipt
+            self.seen += 1
+            if self.seen == receipts:  # as a run elsewhere does that has waited for the lease to lapse
+                Storage().put(f"s3://{bucket}/tokens/__etl/lease.json", b'{"run": "robber"}')
+
+    upload(s3, bucket, {f"{i}.jsonl": jsonl(small_rows(3, f"{i}-")) for i in range(6)})
+    result = jobs.run(config(bucket, scheduler=scheduler, partition_bytes=100), Robber())
+    assert result.exit_code == 1
+    assert "run robber" in str(result.error)
+    assert "has taken this output over; this run stops" in str(result.error)
+    names = stored(result.output).objects
+    assert not any("SUCCESS" in name or "/runs/" in name for name in names)
+    assert Storage().get(f"s3://{bucket}/tokens/__etl/lease.json") == b'{"run": "robber"}'
+
+
 @pytest.mark.parametrize("written", ["probe-", "lease.json"])
 def test_a_run_whose_first_write_is_refused_does_not_begin(
     s3: Any, bucket: str, run: Any, monkeypatch: Any, written: str

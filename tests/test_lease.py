@@ -17,7 +17,7 @@ import pytest
 
 from etl import lease
 from etl.errors import LeaseLost, StorageError, UsageError
-from etl.lease import Lease, hold
+from etl.lease import Lease, hold, require_held
 from etl.storage import Storage
 from tests.servers import start_proxy
 
@@ -120,6 +120,33 @@ def test_take_over_takes_it_and_the_robbed_run_stops(storage: Storage, url: str)
     assert json.loads(storage.get(url) or b"")["run"] == "robber"
     robber.release()
     assert storage.get(url) is None
+
+
+def test_a_run_that_slept_learns_of_its_robber_when_it_asks(storage: Storage, url: str) -> None:
+    robbed = take(storage, url)
+    robbed.confirm()
+    require_held(storage, url, "run-1")
+    robber = take(storage, url, "robber", take_over=True)
+    for ask in (robbed.confirm, robbed.confirm, lambda: require_held(storage, url, "run-1")):
+        with pytest.raises(LeaseLost, match=r"robber.*taken this output over"):
+            ask()
+    assert json.loads(storage.get(url) or b"")["run"] == "robber"
+    robber.confirm()
+    robber.release()
+    with pytest.raises(LeaseLost, match="another run has taken this output over, and has ended"):
+        require_held(storage, url, "run-1")
+    robbed.release()
+
+
+def test_a_robbed_run_stops_where_the_store_knows_no_conditions_too(storage: Storage, url: str) -> None:
+    robbed = take(storage, url)
+    robbed.conditional = False
+    robber = take(storage, url, "robber", take_over=True)
+    with pytest.raises(LeaseLost, match=r"robber.*taken this output over"):
+        robbed.confirm()
+    assert json.loads(storage.get(url) or b"")["run"] == "robber"
+    robber.release()
+    robbed.release()
 
 
 def hold_for_three_renewals(storage: Storage, url: str) -> None:

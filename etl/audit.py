@@ -29,12 +29,18 @@ OURS: Final = re.compile(r"__etl/(plan\.json|lease\.json|SUCCESS|report\.html|ru
 """What an output holds beside its partitions; a probe is what a killed run leaves of its look at the store."""
 
 
+_STRANGE: Final = ("foreign", "doubled")
+_MISSING: Final = ("missing_part", "missing_receipt")
+_WRONG: Final = ("truncated", "edited", "wrong_count", "bad_value", "plan_mismatch")
 REMEDIES: Final = (
-    (("missing_part", "missing_receipt", "truncated"), "what is missing or truncated the same etl run makes again"),
-    (("edited", "wrong_count", "bad_value"), "what is wrong inside: delete that part and its receipt, then run again"),
-    (("foreign", "doubled"), "what is foreign or doubled: move it away, readers of *.parquet take it for data"),
+    ("", _STRANGE, "what is foreign or doubled: move it away, readers of *.parquet take it for data"),
+    ("/rejects/", _WRONG, "rejects that are wrong: delete that file and its partition's receipt, then run again"),
+    ("/SUCCESS", _WRONG, "a SUCCESS that is wrong: delete it, then run again"),
+    ("/plan.json", _WRONG, "a plan that does not hold: run with --overwrite, or into another OUTPUT"),
+    ("", (*_MISSING, "truncated"), "what is missing or truncated the same etl run makes again"),
+    ("", _WRONG, "what is wrong inside: delete that part and its receipt, then run again"),
 )
-"""What to do about some kinds of faults."""
+"""What to do about a fault: by what is in its place and its kind, the first that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +68,7 @@ class CheckResult:
 
     def __str__(self) -> str:
         lines = [printable(f"{fault.kind} {fault.where}: {fault.detail}") for fault in self.faults]
-        kinds = {fault.kind for fault in self.faults}
-        hints = [text for some, text in REMEDIES if kinds & set(some)]
-        return "\n".join([*lines, self._verdict(), *hints])
+        return "\n".join([*lines, self._verdict(), *dict.fromkeys(map(_remedy, self.faults))])
 
     def _verdict(self) -> str:
         kinds = Counter(fault.kind for fault in self.faults)
@@ -74,6 +78,10 @@ class CheckResult:
     def _repr_html_(self) -> str:
         rows = [(fault.kind, fault.where, fault.detail) for fault in self.faults]
         return html_fragment(f"<p>{self._verdict()}</p>" + html_table(rows, ("kind", "where", "detail")))
+
+
+def _remedy(fault: Fault) -> str:
+    return next(text for place, kinds, text in REMEDIES if place in fault.where and fault.kind in kinds)
 
 
 def check(

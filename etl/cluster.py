@@ -615,11 +615,16 @@ def _split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     host = host or "127.0.0.1"
     try:
-        socket.getaddrinfo(host, int(port))
+        family, *_, (name, *_) = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except (ValueError, OSError) as error:
         raise UsageError(f"--dashboard-address {address!r} is not HOST:PORT") from error
     if int(port) > _LAST_PORT:
         raise UsageError(f"--dashboard-address {address!r}: ports end at {_LAST_PORT}")
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((name, 0))
+    except OSError as error:
+        raise UsageError(f"--dashboard-address {address!r}: {host} is no address of this machine") from error
     return host, int(port)
 
 

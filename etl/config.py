@@ -206,9 +206,11 @@ class RunConfig:
     def _check_template(self) -> None:
         if self.date is not None:
             try:
-                datetime.date.fromisoformat(self.date)
-            except ValueError as error:
-                raise UsageError(f"--date {self.date!r} is not a date; write YYYY-MM-DD") from error
+                day = datetime.date.fromisoformat(self.date).isoformat()
+            except ValueError:
+                day = ""
+            if day != self.date:  # 20260102 is the same day, but would be another run's
+                raise UsageError(f"--date {self.date!r} is not a date; write YYYY-MM-DD")
         for name, value in self.template_kwargs.items():
             if name in RENDERED:
                 raise UsageError(f"the template argument {name} is filled from each row and cannot be given")

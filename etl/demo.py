@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.resources
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +21,21 @@ TOKENIZER: Final = "builtin:qwen3.6"
 COPY: Final = Path("demo-tokens")
 """Where the output is copied, below the current folder."""
 
-CREDENTIALS: Final = {
+ALONE: Final[Mapping[str, str | None]] = {
     "AWS_ACCESS_KEY_ID": "demo",
     "AWS_SECRET_ACCESS_KEY": "demo",
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_PROFILE": None,
+    "AWS_DEFAULT_PROFILE": None,
+    "AWS_SESSION_TOKEN": None,
+    "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": None,
+    "NO_PROXY": "127.0.0.1",
+    "no_proxy": "127.0.0.1",
 }
-"""Any will do: the embedded server checks none."""
+"""An environment that leads to the embedded server, which checks no credentials, and to no store of the user's."""
+
+_ENDPOINTS: Final = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 
 
 def play(
@@ -40,6 +49,7 @@ def play(
     `command` is the command line's own entry, so that the demo goes the way a user's run goes; `say` prints a line.
     """
     began = time.monotonic()
+    _require_place(COPY)
     with serve_sample() as (endpoint, source):
         client = _client(endpoint)
         say(f"embedded S3 server at {endpoint}, the sample in {source}")
@@ -48,11 +58,12 @@ def play(
         say(f"$ python -m etl {' '.join(words)}\n")
         # The sample carries a few bad lines on purpose: under 1 %.
         exit_code = command([*words, "--workers", "2"])
+        if exit_code:
+            return exit_code
         copied = _copy_output(client, COPY)
-        if exit_code == 0:
-            words = ["preview", source, "--tokenizer", TOKENIZER, "-n", "2"]
-            say(f"\n$ python -m etl {' '.join(words)}\n")
-            exit_code = command(words)
+        words = ["preview", source, "--tokenizer", TOKENIZER, "-n", "2"]
+        say(f"\n$ python -m etl {' '.join(words)}\n")
+        exit_code = command(words)
         say(_farewell(len(copied), time.monotonic() - began))
         if keep_running:
             say(f"\nserver stays up at {endpoint} until Ctrl-C (credentials: any)")
@@ -68,23 +79,27 @@ def serve_sample() -> Iterator[tuple[str, str]]:
 
     Until it ends, the environment of this process and its children leads to that server.
     """
-    with start_server() as endpoint, _environment({**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}):
+    with _environment(ALONE), start_server() as endpoint, _environment(dict.fromkeys(_ENDPOINTS, endpoint)):
         _upload_sample(_client(endpoint))
         yield endpoint, f"s3://{BUCKET}/completions/"
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
-    os.environ |= values
+    _set_variables(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _set_variables(before)
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _client(endpoint: str) -> Any:
@@ -104,10 +119,8 @@ def _upload_sample(client: Any) -> None:
 
 
 def _copy_output(client: Any, folder: Path) -> list[Path]:
-    """Everything under tokens/ as files; returns the parts in order."""
+    """Everything under tokens/ as files, in place of an earlier copy; returns the parts in order."""
     if folder.exists():
-        if not (folder / "__etl").is_dir():
-            raise UsageError(f"{folder.resolve()} is in the way and not an output of etl; move it, then try again")
         shutil.rmtree(folder)
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix="tokens/")
     for key in [entry["Key"] for page in pages for entry in page.get("Contents", [])]:
@@ -115,6 +128,18 @@ def _copy_output(client: Any, folder: Path) -> list[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
     return sorted(folder.glob("*.parquet"))
+
+
+def _require_place(folder: Path) -> None:
+    """Raise UsageError where the copy's place is taken by anything but an output of etl."""
+    if folder.exists():
+        others = [p for p in folder.iterdir() if p.name != "__etl" and not _PART.fullmatch(p.name)]
+        if others or not (folder / "__etl" / "plan.json").is_file():
+            held = f", which holds {others[0].name}," if others else ""
+            raise UsageError(f"{folder.resolve()}{held} is in the way and no output of etl; move it, then try again")
+
+
+_PART: Final = re.compile(r"part-\d{7}-[0-9a-f]{12}\.parquet")
 
 
 def _farewell(parts: int, seconds: float) -> str:

@@ -16,7 +16,7 @@ from etl import cluster, ledger
 from etl.config import RunConfig
 from etl.errors import EtlError, LeaseLost, ObjectChanged, StorageError, UsageError
 from etl.lease import Lease, hold
-from etl.pages import html_table
+from etl.pages import html_lines, printable
 from etl.partitions import COMPRESSED_NAME, cut_partitions
 from etl.pipeline import PackedKit
 from etl.records import LOW_TRAINED_SHARE, Partition
@@ -66,8 +66,22 @@ class RunResult:
         """loss_tokens / tokens, 0 where there are none."""
         return self.loss_tokens / self.tokens if self.tokens else 0.0
 
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
+        see = f" ({reasons}), see {self.output.rstrip('/')}/__etl/rejects/" if reasons else ""
+        before = f", {self.partitions_done_before} done before" if self.partitions_done_before else ""
+        verified = f"{self.verified_rows:,} rows verified against transformers, {self.mismatched_rows} differed"
+        lines = [
+            f"{self.rows:,} rows, {self.tokens:,} tokens, {self.loss_tokens:,} trained ({self.trained_share:.1%})",
+            f"{self.lines:,} lines, {self.blank:,} blank, {self.rejected:,} rejected{see}",
+            f"{self.parts:,} parts of {self.partitions:,} partitions{before} in {self.seconds:.1f} s",
+            f"engine {self.engine or 'none'}, {verified}",
+            f"output {self.output.rstrip('/')}/*.parquet",
+        ]
+        return "\n".join(map(printable, lines))
+
     def _repr_html_(self) -> str:
-        return html_table(self.as_dict().items())
+        return html_lines(str(self), self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +107,26 @@ class PlanResult:
         shown = ("objects", "bytes", "partitions", "partitions_done", "passed_over", "fingerprint")
         return {name: getattr(self, name) for name in shown}
 
+    def __str__(self) -> str:
+        lines = [
+            f"{self.objects:,} objects, {self.bytes:,} bytes",
+            f"{self.partitions:,} partitions, {self.partitions_done:,} done",
+        ]
+        if self.workers:
+            lines.append(f"{self.partitions / self.workers:,.1f} partitions for each of {self.workers} workers")
+        return "\n".join([*lines, *(f"passed over: {printable(url)}" for url in self.passed_over)])
+
+    @property
+    def warning(self) -> str | None:
+        """What to change so that no worker is idle, where something can be."""
+        if self.advised_bytes:
+            return f"fewer than 4 a worker leave some idle; --partition-bytes {self.advised_bytes} gives 4"
+        if self.leaves_idle and self.bytes:
+            return "fewer than 4 a worker leave some idle, and no size gives 4: compressed objects are never cut"
+        return None
+
     def _repr_html_(self) -> str:
-        return html_table(self.as_dict().items())
+        return html_lines(str(self), self.warning)
 
 
 def plan(config: RunConfig) -> PlanResult:

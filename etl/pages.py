@@ -39,6 +39,12 @@ def _html_row(tag: str, cells: Sequence[object]) -> str:
     return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
+def html_lines(text: str, loud: str | None = None) -> str:
+    """Lines of text as a notebook shows them, `loud` above them."""
+    above = f'<p class="loud">{escape(loud)}</p>' if loud else ""
+    return html_fragment(above + "".join(f"<div>{escape(line)}</div>" for line in text.splitlines()))
+
+
 def html_section(title: str, content: str) -> str:
     """A heading and what stands under it; nothing where that is empty. `content` is HTML already."""
     return f"<h3>{escape(title)}</h3>{content}" if content else ""

@@ -193,6 +193,8 @@ def _read_part(
 
 def _unreadable(receipt: Mapping[str, Any] | None, url: str, body: bytes, error: Exception) -> tuple[str, str, str]:
     size = (receipt or {}).get("size")
+    if len(body) == size:
+        return "edited", url, f"its bytes are not those of its receipt, and no Parquet ({_first(error)})"
     if isinstance(size, int) and len(body) >= size:
         return "edited", url, f"{len(body)} bytes, its receipt says {size}; they are no Parquet ({_first(error)})"
     known = "an unknown number" if size is None else size

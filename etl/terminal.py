@@ -155,10 +155,11 @@ def _interrupts_later() -> Iterator[None]:
 
 def run_command(words: list[str]) -> int:
     """`etl run INPUT [INPUT …] OUTPUT --tokenizer NAME_OR_FOLDER`."""
-    config, flags = parse_run(words, "etl run")
-    watcher = Watcher() if flags.quiet else ProgressWatcher()
+    watcher = Watcher()
     try:
-        with _interrupts_later():  # what is imported by half can neither be used nor imported again
+        with _interrupts_later():  # what is imported or parsed by half can neither be used nor begun again
+            config, flags = parse_run(words, "etl run")
+            watcher = Watcher() if flags.quiet else ProgressWatcher()
             from etl import jobs  # Dask takes a second to import; wrong usage should not wait for it
         result = jobs.run(config, watcher)
     except KeyboardInterrupt:
@@ -167,7 +168,7 @@ def run_command(words: list[str]) -> int:
     finally:
         watcher.finish()
     if not flags.quiet:
-        print_summary(result)
+        print(result)
     if result.error:
         _explain(EtlError(result.error), debug=False)
     if flags.json:
@@ -533,28 +534,6 @@ class ProgressWatcher(Watcher):
                 self.bar.stop()
 
 
-def print_summary(result: Any) -> None:
-    """The totals of a run, for people."""
-    out = Console(highlight=False, soft_wrap=True)
-    share = f"{result.trained_share:.1%}"
-    out.print(f"{result.rows:,} rows, {result.tokens:,} tokens, {result.loss_tokens:,} trained ({share})", markup=False)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in result.reasons.items())
-    rejected = f"{result.rejected:,} rejected" + (
-        f" ({reasons}), see {result.output.rstrip('/')}/__etl/rejects/" if reasons else ""
-    )
-    out.print(f"{result.lines:,} lines, {result.blank:,} blank, {rejected}", markup=False)
-    before = f", {result.partitions_done_before} done before" if result.partitions_done_before else ""
-    out.print(
-        f"{result.parts:,} parts of {result.partitions:,} partitions{before} in {result.seconds:.1f} s", markup=False
-    )
-    out.print(
-        f"engine {result.engine or 'none'}, {result.verified_rows:,} rows verified against transformers, "
-        f"{result.mismatched_rows} differed",
-        markup=False,
-    )
-    out.print(f"output {result.output.rstrip('/')}/*.parquet", markup=False)
-
-
 def print_line(text: str) -> None:
     """One line on standard output, at once."""
     print(text, flush=True)
@@ -573,13 +552,6 @@ def print_preview(found: Any) -> None:
 
 def print_plan(found: Any) -> None:
     """What a run would do, for people."""
-    print(f"{found.objects:,} objects, {found.bytes:,} bytes")
-    print(f"{found.partitions:,} partitions, {found.partitions_done:,} done")
-    if found.workers:
-        print(f"{found.partitions / found.workers:,.1f} partitions for each of {found.workers} workers")
-    if found.advised_bytes:
-        print(f"WARNING: fewer than 4 a worker leave some idle; --partition-bytes {found.advised_bytes} gives 4")
-    elif found.leaves_idle:
-        print("WARNING: fewer than 4 a worker leave some idle, and no size gives 4: compressed objects are never cut")
-    for url in found.passed_over:
-        print(f"passed over: {printable(url)}")
+    print(found)
+    if found.warning:
+        print(f"WARNING: {found.warning}")

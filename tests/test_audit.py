@@ -596,6 +596,30 @@ def test_the_command_line_ends_with_2_and_one_line_where_there_is_no_output(
     assert main(["check", str(tmp_path), "--workers", "2"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "where", "says"),
+    [
+        (
+            "truncated",
+            "o/part-0000000-0123456789ab.parquet",
+            "what is missing or truncated the same etl run makes again",
+        ),
+        ("missing_receipt", "o/__etl/SUCCESS", "what is missing or truncated the same etl run makes again"),
+        (
+            "truncated",
+            "o/__etl/rejects/part-0000000-0123456789ab.jsonl",
+            "delete that file and its partition's receipt",
+        ),
+        ("wrong_count", "o/__etl/SUCCESS", "a SUCCESS that is wrong: delete it, then run again"),
+        ("plan_mismatch", "o/__etl/plan.json", "run with --overwrite, or into another OUTPUT"),
+        ("plan_mismatch", "o/part-0000000-0123456789ab.parquet", "delete that part and its receipt, then run again"),
+        ("foreign", "o/__etl/rejects/x.jsonl", "move it away"),
+    ],
+)
+def test_each_fault_comes_with_what_mends_it(kind: str, where: str, says: str) -> None:
+    assert says in str(CheckResult("o", 1, 1, (Fault(kind, where, "d"),))).splitlines()[-1]
+
+
 def test_a_hostile_name_neither_commands_the_terminal_nor_the_page(hands: Hands) -> None:
     (hands.output / "\x1b[2J<script>.txt").touch()
     result = check(str(hands.output))

@@ -320,6 +320,25 @@ def test_a_refused_write_at_the_end_does_not_hide_why_the_run_failed(
     assert "1 of 10 candidates were rejected" in str(result.error)
 
 
+def test_results_are_told_in_words_with_units_on_a_terminal_and_in_a_notebook() -> None:
+    result = jobs.RunResult(
+        lines=1250, rows=1234, rejected=16, reasons={"json": 16}, tokens=9_000_000, loss_tokens=4_500_000, parts=3,
+        partitions=4, seconds=61.26, engine="gigatoken", output="s3://b/<o>/", error="1 partitions failed",
+    )  # fmt: skip
+    told = str(result)
+    assert "1,234 rows, 9,000,000 tokens, 4,500,000 trained (50.0%)" in told
+    assert "16 rejected (16 json), see s3://b/<o>/__etl/rejects/" in told
+    assert "3 parts of 4 partitions in 61.3 s" in told
+    page = result._repr_html_()
+    assert '<p class="loud">1 partitions failed</p>' in page
+    assert "<div>output s3://b/&lt;o&gt;/*.parquet</div>" in page
+    plan = jobs.PlanResult(5, 60_968, 1, 0, ("s3://b/x\x1b.txt",), "f" * 64, 2, leaves_idle=True, advised_bytes=7000)
+    assert "5 objects, 60,968 bytes\n1 partitions, 0 done\n0.5 partitions for each of 2 workers" in str(plan)
+    assert r"passed over: s3://b/x\x1b.txt" in str(plan)
+    assert "--partition-bytes 7000 gives 4" in plan._repr_html_()
+    assert jobs.PlanResult(1, 0, 1, 0, (), "f", 2, leaves_idle=True).warning is None  # an empty object: nothing to cut
+
+
 @pytest.mark.parametrize("receipts", [1, 6])
 def test_a_robbed_run_ends_with_1_and_writes_no_more_of_parts_or_success(
     s3: Any, bucket: str, scheduler: str, receipts: int

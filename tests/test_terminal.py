@@ -120,6 +120,8 @@ def test_an_output_inside_above_or_onto_the_input_is_refused(s3: Any, filled: st
         (["--workers", "2", "--scheduler", "tcp://x"], "exclude each other"),
         (["--max-reject-share", "2"], "--max-reject-share"),
         (["--date", "yesterday"], "--date"),
+        (["--date", "20260102"], "--date '20260102' is not a date; write YYYY-MM-DD"),
+        (["--date", "2026-W01-1"], "--date"),
         (["--template-arg", "alone"], "--template-arg needs key=value, not 'alone'"),
         (["--template-arg", "=1"], "--template-arg needs key=value, not '=1'"),
         (["--template-arg", "messages=1"], "the template argument messages is filled from each row"),
@@ -316,6 +318,7 @@ def test_a_kept_field_that_would_be_a_second_column_is_refused(tmp_path: Path, c
     [
         (["--dashboard-address", "x"], "is not HOST:PORT"),
         (["--dashboard-address", "127.0.0.1:99999"], "ports end at 65535"),
+        (["--dashboard-address", "192.0.2.1:8787"], "192.0.2.1 is no address of this machine"),
         (["--scheduler", "x"], "is not tcp://HOST:PORT"),
         (["--scheduler", "http://127.0.0.1:8787/status"], "give the scheduler's own address, e.g. tcp://"),
         (["--scheduler", "tcp://no-such-host.invalid:8786"], "no Dask scheduler answers there"),
@@ -461,6 +464,52 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 sys.exit(main(["run", "in/", "out/", "--tokenizer", "t", "--json"]))
 """
+
+
+INTERRUPTED_START = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.{signal})
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["etl", "run", "in/", "out/", "--tokenizer", "t", "--json"]
+runpy.run_module("etl", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("module", ["rich", "rich.progress", "etl.config"])
+def test_a_command_interrupted_while_it_is_imported_says_so_in_one_line(name: str, module: str) -> None:
+    code = INTERRUPTED_START.replace("{signal}", name).replace("{module}", module)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "etl: interrupted; nothing had begun\n")
+
+
+INTERRUPTED_PARSING = """
+import argparse, os, signal, sys
+from etl.terminal import main
+
+parse = argparse.ArgumentParser.parse_known_args
+
+def interrupted(*args, **kwargs):
+    os.kill(os.getpid(), signal.{signal})
+    return parse(*args, **kwargs)
+
+argparse.ArgumentParser.parse_known_args = interrupted
+sys.exit(main(["run", "in/", "out/", "--tokenizer", "t", "--json"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_run_interrupted_while_its_options_are_parsed_prints_its_json(name: str) -> None:
+    code = INTERRUPTED_PARSING.replace("{signal}", name)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130
+    assert json.loads(done.stdout.splitlines()[-1])["exit_code"] == 130
+    assert done.stderr == "etl: interrupted; the same command goes on from here\n"
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

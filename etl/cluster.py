@@ -466,7 +466,8 @@ def connect(config: RunConfig, packed: PackedKit, warm: Path | None = None) -> I
             path = warm or stack.enter_context(begun(config))
             if path is not None:
                 _keep(packed, path)
-            cluster = stack.enter_context(_local_cluster(config))
+            cluster = _local_cluster(config)
+            stack.callback(_uninterrupted, cluster.close)  # half closed, it would be waited for when Python ends
             client = stack.enter_context(Client(cluster, timeout=120))
         if config.profile_report is not None:
             stack.enter_context(performance_report(filename=config.profile_report, mode="inline"))
@@ -545,23 +546,23 @@ def _local_cluster(config: RunConfig) -> LocalCluster:
         silence_logs=50,
     )
     try:
-        return _uninterrupted(start)
+        return _uninterrupted(start, LocalCluster.close)
     except RuntimeError as error:
         raise EtlError(f"{workers} worker processes did not start ({error}); try fewer --workers") from error
 
 
-def _uninterrupted(start: Callable[[], LocalCluster]) -> LocalCluster:
-    """The cluster, begun in a thread, where no interrupt comes: one that has half begun cannot be closed.
+def _uninterrupted(work: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
+    """What `work` returns, done in a thread, where no interrupt comes.
 
-    An interrupt meanwhile is raised when the cluster has begun and is closed again.
+    An interrupt meanwhile is raised when the work is done, and undone.
     """
     with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(start)
+        working = pool.submit(work)
         try:
-            return starting.result()
+            return working.result()
         except KeyboardInterrupt:
-            with contextlib.suppress(RuntimeError):  # it did not start: nothing to close
-                starting.result().close()
+            with contextlib.suppress(RuntimeError):  # it did not succeed: nothing to undo
+                undo(working.result())
             raise
 
 

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -496,3 +497,19 @@ def test_a_full_temporary_folder_is_one_line(bucket: str, qwen36: TokenizerSpec,
     absent = tmp_path / "absent" / "kit.pickle"
     with pytest.raises(EtlError, match=r"cannot write .*kit\.pickle: .*TMPDIR"), cluster.connect(options, kit, absent):
         pass
+
+
+def test_what_must_not_be_broken_off_is_finished_before_an_interrupt_is_raised() -> None:
+    done: list[str] = []
+    waiting = threading.main_thread().ident
+
+    def work() -> str:
+        while sys._current_frames()[waiting or 0].f_code.co_name != "wait":
+            os.sched_yield()
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("finished")
+        return "undone"
+
+    with pytest.raises(KeyboardInterrupt):
+        cluster._uninterrupted(work, done.append)
+    assert done == ["finished", "undone"]

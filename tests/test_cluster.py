@@ -504,7 +504,7 @@ def test_what_must_not_be_broken_off_is_finished_before_an_interrupt_is_raised()
     waiting = threading.main_thread().ident
 
     def work() -> str:
-        while sys._current_frames()[waiting or 0].f_code.co_name != "wait":
+        while not (back := sys._current_frames()[waiting or 0].f_back) or back.f_code.co_name != "result":
             os.sched_yield()
         os.kill(os.getpid(), signal.SIGINT)
         done.append("finished")

@@ -89,7 +89,7 @@ class PlanResult:
     """What `plan` shows: `objects`, `bytes`, `partitions`, `partitions_done`, `passed_over` (URLs), `fingerprint`.
 
     `workers` is None for a running cluster. `leaves_idle`: a new plan gives a worker fewer than PARTITIONS_A_WORKER;
-    `advised_bytes`: the partition size that gives as many, where there is one.
+    `advised_bytes`: the partition size that gives as many, where there is one. `notes`: what the run would say first.
     """
 
     objects: int
@@ -101,6 +101,7 @@ class PlanResult:
     workers: int | None = None
     leaves_idle: bool = False
     advised_bytes: int | None = None
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """What `plan --json` prints."""
@@ -114,7 +115,8 @@ class PlanResult:
         ]
         if self.workers:
             lines.append(f"{self.partitions / self.workers:,.1f} partitions for each of {self.workers} workers")
-        return "\n".join([*lines, *(f"passed over: {printable(url)}" for url in self.passed_over)])
+        lines += [f"passed over: {url}" for url in self.passed_over] + [f"note: {note}" for note in self.notes]
+        return "\n".join(map(printable, lines))
 
     @property
     def warning(self) -> str | None:
@@ -144,6 +146,7 @@ def plan(config: RunConfig) -> PlanResult:
         workers=workers,
         leaves_idle=thin is not None,
         advised_bytes=thin and _advised_bytes(seen, thin),
+        notes=tuple(seen.notes),
     )
 
 

@@ -397,6 +397,7 @@ def test_plan_names_the_partition_size_that_gives_every_worker_four(s3: Any, buc
     assert main(["plan", *words(bucket, "--workers", "2")[1:]]) == 0
     said = capsys.readouterr().out
     assert "0.5 partitions for each of 2 workers" in said
+    assert "note: the template leaves out the reasoning of earlier turns" in said  # as the run will say
     size = re.search(r"--partition-bytes (\d+) gives 4", said)
     assert size is not None
     assert main(["plan", *words(bucket, "--workers", "2", "--partition-bytes", size[1])[1:]]) == 0

@@ -84,7 +84,9 @@ def test_the_notebook_shows_what_it_promises(executed: Any) -> None:
         'class="etl-preview"'
         in shown(executed, "preview(RunConfig(input=INPUT, tokenizer=TOKENIZER), n=2)")["text/html"]
     )
-    assert "<td>exit_code</td><td>0</td>" in shown(executed, "run(config)")["text/html"]
+    told = shown(executed, "run(config)")["text/html"]
+    assert " trained (" in told
+    assert 'class="loud"' not in told
     assert "maths-00.jsonl" in shown(executed, "sums =")["text/html"]
     assert "trained without the thoughts" in shown(executed, "without =")["text/plain"]
     assert "ok" in shown(executed, "check(OUTPUT)")["text/plain"].lower()
